@@ -51,7 +51,7 @@ from cachesvc.storages import Storages
 from cachesvc.swap.engine import SwapEngine, TransferEnds
 from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
-from cachesvc.wire.convert import LIFE_SUFFIX
+from cachesvc.wire.status import LIFE_SUFFIX
 
 STOP_SECONDS = 1.0
 """Time limit of calls that are in flight when the daemon ends, seconds."""

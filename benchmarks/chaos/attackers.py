@@ -21,8 +21,8 @@ from cachesvc_client.wire.transports import BlockingLane
 from kvcache.v1 import admin_pb2, cache_pb2
 
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.wire.convert import LIFE_SUFFIX, MAX_MESSAGE_BYTES
 from cachesvc.wire.lane import PING, encode
+from cachesvc.wire.status import LIFE_SUFFIX, MAX_MESSAGE_BYTES
 
 KEY_BYTES = 32
 LAYOUT = opaque(block_bytes=4096, block_tokens=16)

@@ -44,7 +44,7 @@ from cachesvc_client.sequence import PendingStep, Sequence, StepStream
 from cachesvc_lab.replay import EngineSettings, say
 from cachesvc_lab.traces import PagePattern
 
-from cachesvc.wire.convert import LIFE_SUFFIX
+from cachesvc.wire.status import LIFE_SUFFIX
 
 BACK_SECONDS = 120.0
 """A daemon that does not come back for so long is the end of the run."""

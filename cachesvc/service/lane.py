@@ -31,7 +31,6 @@ from cachesvc.service.calls.dispatcher import Dispatcher, Operation
 from cachesvc.service.rpc.services import CacheService
 from cachesvc.telemetry import events
 from cachesvc.telemetry.tracing import Tracer
-from cachesvc.wire.convert import MAX_MESSAGE_BYTES, refusal
 from cachesvc.wire.lane import (
     CANCEL,
     DEADLINE_UNIT_S,
@@ -49,6 +48,7 @@ from cachesvc.wire.lane import (
     encode,
 )
 from cachesvc.wire.parse import check_fields, parse
+from cachesvc.wire.status import MAX_MESSAGE_BYTES, refusal
 
 TURN_SECONDS = 0.25e-3
 """Length of a lane's turn, seconds, where more frames have come. To listen anew costs more than some calls."""

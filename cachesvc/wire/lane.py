@@ -10,7 +10,7 @@ import struct
 from typing import NamedTuple
 
 from cachesvc.model.errors import LimitExceeded
-from cachesvc.wire.convert import MAX_MESSAGE_BYTES
+from cachesvc.wire.status import MAX_MESSAGE_BYTES
 
 VERSION = 1
 LANE_QUESTION = b"LN"

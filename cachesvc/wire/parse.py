@@ -22,7 +22,7 @@ from cachesvc.model.answers import MAX_OPERATIONS
 from cachesvc.model.errors import InvalidRequest, LimitExceeded
 from cachesvc.model.layout import MAX_DIMS, MAX_GROUPS, MAX_NAME_BYTES, MAX_PLANES, MAX_RANKS
 from cachesvc.model.words import KEY_BYTES, MOST_KEYS
-from cachesvc.wire.convert import MAX_MESSAGE_BYTES
+from cachesvc.wire.status import MAX_MESSAGE_BYTES
 
 WALKED_BYTES = 72 << 10
 """Size above which a message is walked before it is parsed. Keys of 2,048 blocks are shorter."""

@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
-from cachesvc.wire.convert import AUTHORIZATION_METADATA_KEY, BEARER, LIFE_SUFFIX
+from cachesvc.wire.status import AUTHORIZATION_METADATA_KEY, BEARER, LIFE_SUFFIX
 from tests.fuzz.lanes import SHARE, Lanes, throw_frames
 from tests.fuzz.target import ANSWERS_READ, Rpc, list_rpcs, usage_of
 

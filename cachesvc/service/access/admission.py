@@ -23,7 +23,7 @@ from typing import NamedTuple
 from cachesvc.model.errors import LimitExceeded, QuotaExceeded
 from cachesvc.model.numbers import count_held, share_of
 from cachesvc.service.access.quota import Meter, Quotas
-from cachesvc.wire.convert import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES, MAX_STREAMS
+from cachesvc.wire.status import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES, MAX_STREAMS
 
 CallerKey = bytes | str
 """Known identity of a caller: a life-socket token, or the name of a connection."""

@@ -24,7 +24,8 @@ import grpc
 from cachesvc.flows.core import Core
 from cachesvc.model.errors import CacheError, LeaseLost, NotFound, PermissionDenied, Unauthenticated
 from cachesvc.questions.view import SHOWN_LETTERS, Sight, why_lost
-from cachesvc.wire.convert import (
+from cachesvc.wire.parse import parse
+from cachesvc.wire.status import (
     AUTHORIZATION_METADATA_KEY,
     BEARER,
     GRPC_CODES,
@@ -32,7 +33,6 @@ from cachesvc.wire.convert import (
     refusal,
     status_metadata,
 )
-from cachesvc.wire.parse import parse
 
 
 class Scope(Enum):

@@ -38,8 +38,8 @@ from cachesvc.service.access.quota import FREE_BYTES
 from cachesvc.service.loop.node import Node
 from cachesvc.telemetry import events
 from cachesvc.telemetry.tracing import Span, Tracer, current_span
-from cachesvc.wire.convert import refusal
 from cachesvc.wire.parse import check_fields
+from cachesvc.wire.status import refusal
 
 Q = TypeVar("Q", bound=Message)
 R = TypeVar("R", bound=Message)

@@ -37,8 +37,8 @@ from cachesvc.model.errors import CacheError, Unavailable
 from cachesvc.model.numbers import share_of
 from cachesvc.service.host.socket_files import open_to_group, remove_socket
 from cachesvc.telemetry import events
-from cachesvc.wire.convert import LIFE_BUSY, LIFE_GREETING
 from cachesvc.wire.lane import LANE_QUESTION
+from cachesvc.wire.status import LIFE_BUSY, LIFE_GREETING
 
 # Process at the other end of a unix socket, and a descriptor that reports its end.
 #

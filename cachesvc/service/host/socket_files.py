@@ -23,7 +23,7 @@ from pathlib import Path
 from cachesvc.model.errors import Unavailable
 from cachesvc.model.text import one_line
 from cachesvc.telemetry import events
-from cachesvc.wire.convert import LIFE_SUFFIX
+from cachesvc.wire.status import LIFE_SUFFIX
 
 GROUP_MODE = 0o660
 LOCK_SUFFIX = ".lock"

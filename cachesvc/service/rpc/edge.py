@@ -26,7 +26,7 @@ from cachesvc.service.calls.dispatcher import (
     ServiceCall,
 )
 from cachesvc.telemetry.tracing import Tracer
-from cachesvc.wire.convert import GRPC_CODES, refusal, status_metadata
+from cachesvc.wire.status import GRPC_CODES, refusal, status_metadata
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -27,8 +27,8 @@ from cachesvc.service.host.tls import NodeCertificates, add_port
 from cachesvc.service.rpc.edge import Context, refuse
 from cachesvc.storage.seam import LAYOUT_ID_BYTES, Part, Scope
 from cachesvc.telemetry import events
-from cachesvc.wire.convert import AUTHORIZATION_METADATA_KEY, BEARER, ERROR_METADATA_KEY
 from cachesvc.wire.parse import check_fields
+from cachesvc.wire.status import AUTHORIZATION_METADATA_KEY, BEARER, ERROR_METADATA_KEY
 
 NAMESPACE_BYTES = 32
 MIN_TOKEN_CHARACTERS = 22

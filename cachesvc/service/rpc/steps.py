@@ -79,10 +79,10 @@ from cachesvc.wire.convert import (
     prefetched_to_proto,
     published_to_proto,
     recycled_to_proto,
-    refusal,
     swapped_to_proto,
 )
 from cachesvc.wire.parse import check_fields
+from cachesvc.wire.status import refusal
 
 OPERATION_BLOCKS, FEWEST_BLOCKS = 16, 8
 """Weight of an operation, or of an entry that is not straight, among ``TURN_BLOCKS``, and least weight of entries that

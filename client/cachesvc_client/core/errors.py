@@ -74,7 +74,7 @@ from cachesvc.model.errors import (
     Unauthenticated,
 )
 from cachesvc.model.layout import Layout
-from cachesvc.wire.convert import ERROR_FACTS_METADATA_KEY, ERROR_METADATA_KEY, GRPC_CODES, facts_of
+from cachesvc.wire.status import ERROR_FACTS_METADATA_KEY, ERROR_METADATA_KEY, GRPC_CODES, facts_of
 
 __all__ = [
     "BY_CODE",

@@ -29,7 +29,7 @@ from kvcache.v1 import lease_pb2, lease_pb2_grpc
 
 from cachesvc.model.text import unix_target
 from cachesvc.model.words import KEY_BYTES
-from cachesvc.wire.convert import AUTHORIZATION_METADATA_KEY, BEARER
+from cachesvc.wire.status import AUTHORIZATION_METADATA_KEY, BEARER
 from cachesvc_client import CacheClientError
 from cachesvc_client.wire.credentials import credentials_from
 

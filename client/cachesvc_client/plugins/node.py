@@ -20,7 +20,7 @@ from kvcache.v1 import admin_pb2, admin_pb2_grpc
 from cachesvc.model.layout import Layout
 from cachesvc.model.text import unix_target
 from cachesvc.model.words import MOST_KEYS
-from cachesvc.wire.convert import AUTHORIZATION_METADATA_KEY, BEARER
+from cachesvc.wire.status import AUTHORIZATION_METADATA_KEY, BEARER
 from cachesvc_client import AttachedPool, CacheClient, CacheClientError, Lease, Registration, Timeouts
 from cachesvc_client.layouts.families import Parts
 from cachesvc_client.plugins.keeper import Announced, ConnectorRefused, Keeper, News

@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 
 from cachesvc.model.text import unix_target
-from cachesvc.wire.convert import AUTHORIZATION_METADATA_KEY, BEARER, PROCESS_METADATA_KEY
+from cachesvc.wire.status import AUTHORIZATION_METADATA_KEY, BEARER, PROCESS_METADATA_KEY
 from cachesvc_client.core.errors import InvalidRequest, TokenFileUnreadable
 from cachesvc_client.wire.life import may_show, require_private
 from cachesvc_client.wire.settings import ChannelOptions, default_target

@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from cachesvc.model.text import Address
-from cachesvc.wire.convert import LIFE_BUSY, LIFE_GREETING, LIFE_SUFFIX
 from cachesvc.wire.lane import LANE_QUESTION
+from cachesvc.wire.status import LIFE_BUSY, LIFE_GREETING, LIFE_SUFFIX
 from cachesvc_client.core.errors import (
     DaemonUnavailable,
     DeadlineExceeded,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
 
-from cachesvc.wire.convert import LIFE_SUFFIX, MAX_MESSAGE_BYTES
+from cachesvc.wire.status import LIFE_SUFFIX, MAX_MESSAGE_BYTES
 from cachesvc_client.core.errors import InvalidRequest
 
 MAX_SOCKET_PATH_BYTES = 107 - len(LIFE_SUFFIX)

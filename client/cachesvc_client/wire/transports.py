@@ -25,7 +25,6 @@ from kvcache.v1.lane_pb2 import LaneHello, LaneWelcome
 
 from cachesvc.model.errors import ErrorCode, LimitExceeded
 from cachesvc.model.text import unix_target
-from cachesvc.wire.convert import AUTHORIZATION_METADATA_KEY, BEARER, GRPC_CODES, MAX_MESSAGE_BYTES, status_metadata
 from cachesvc.wire.lane import (
     CANCEL,
     DEADLINE_UNIT_S,
@@ -40,6 +39,7 @@ from cachesvc.wire.lane import (
     FrameReader,
     encode,
 )
+from cachesvc.wire.status import AUTHORIZATION_METADATA_KEY, BEARER, GRPC_CODES, MAX_MESSAGE_BYTES, status_metadata
 from cachesvc_client.core.errors import DaemonUnavailable, error_of, keep_from_children
 from cachesvc_client.wire.credentials import Metadata
 from cachesvc_client.wire.methods import STEP, Method, Q, R

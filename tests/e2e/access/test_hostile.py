@@ -23,7 +23,7 @@ from kvcache.v1 import admin_pb2, cache_pb2
 
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.service.host.life import MAX_OF_PROCESS
-from cachesvc.wire.convert import LIFE_GREETING, LIFE_SUFFIX, MAX_MESSAGE_BYTES
+from cachesvc.wire.status import LIFE_GREETING, LIFE_SUFFIX, MAX_MESSAGE_BYTES
 from tests.e2e.access.test_access import guarded, port_of
 from tests.e2e.access.test_tenants import TOKENS, TWO_TENANTS, channel_of, engine_of
 from tests.e2e.engine import WAIT_SECONDS, prompt

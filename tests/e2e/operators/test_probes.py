@@ -20,7 +20,7 @@ from google.protobuf.empty_pb2 import Empty
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvcache.v1 import admin_pb2, cache_pb2, engine_pb2, event_pb2, lease_pb2
 
-from cachesvc.wire.convert import LIFE_SUFFIX
+from cachesvc.wire.status import LIFE_SUFFIX
 from tests.e2e.engine import Engine
 from tests.e2e.rig import FLAGS, running_node, wait_until
 from tests.forked_daemon import ForkedDaemon

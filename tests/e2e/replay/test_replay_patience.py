@@ -15,7 +15,7 @@ import pytest
 from cachesvc_client import DaemonUnavailable
 from cachesvc_lab.replay import EngineSettings, connect
 
-from cachesvc.wire.convert import LIFE_SUFFIX
+from cachesvc.wire.status import LIFE_SUFFIX
 from tests.e2e.rig import running_node
 
 REQUEST = {"index": 3, "block_ids": [1, 2], "seconds": 0.0, "output_tokens": 1}

@@ -26,7 +26,7 @@ from kvcache.v1 import cache_pb2
 
 from cachesvc.model import errors as model_errors
 from cachesvc.model.errors import CacheError, ErrorCode, InvalidRequest, LeaseLost, LimitExceeded, PoolExhausted
-from cachesvc.wire.convert import GRPC_CODES, MAX_FACT_CHARACTERS, refusal
+from cachesvc.wire.status import GRPC_CODES, MAX_FACT_CHARACTERS, refusal
 
 ERRORS_TABLE = Path(__file__).resolve().parents[3] / "proto/ERRORS.md"
 OWN_TO_THE_DAEMON = {"KeyReused", "EventsForgotten", "OtherEpoch", "Unavailable"}

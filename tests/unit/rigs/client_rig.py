@@ -28,17 +28,9 @@ from cachesvc.memory.extents import map_memfd, sealed_memfd
 from cachesvc.memory.timeline import MappedSheet
 from cachesvc.model.errors import ErrorCode
 from cachesvc.model.layout import Layout, device_geometry
-from cachesvc.wire.convert import (
-    ERROR_METADATA_KEY,
-    GRPC_CODES,
-    LIFE_GREETING,
-    LIFE_SUFFIX,
-    layout_from_proto,
-    pack_numbers,
-    pack_pages,
-    placements_to_proto,
-)
+from cachesvc.wire.convert import layout_from_proto, pack_numbers, pack_pages, placements_to_proto
 from cachesvc.wire.lane import LANE_QUESTION
+from cachesvc.wire.status import ERROR_METADATA_KEY, GRPC_CODES, LIFE_GREETING, LIFE_SUFFIX
 from tests.step_operations import with_columns, without_columns
 
 TOKEN = b"0123456789abcdef"

@@ -13,8 +13,8 @@ from google.protobuf.message_factory import GetMessageClass
 from kvcache.v1 import admin_pb2, cache_pb2, common_pb2, engine_pb2
 
 from cachesvc.model.errors import InvalidRequest, LimitExceeded
-from cachesvc.wire.convert import MAX_MESSAGE_BYTES
 from cachesvc.wire.parse import LIMITS, MAX_FIELDS, WALKED_BYTES, most_bytes, parse, require_bounded
+from cachesvc.wire.status import MAX_MESSAGE_BYTES
 from tests.fuzz.target import list_rpcs
 from tests.long_cases import looped
 from tests.work import steps_of

@@ -17,7 +17,7 @@ from grpc import Call, RpcError, StatusCode
 from kvcache.v1 import cache_pb2
 
 from cachesvc.model.errors import ErrorCode
-from cachesvc.wire.convert import AUTHORIZATION_METADATA_KEY, BEARER
+from cachesvc.wire.status import AUTHORIZATION_METADATA_KEY, BEARER
 from tests.unit.rigs.client_rig import FakeDaemon, refuse
 
 LAYOUT = opaque(block_bytes=64, block_tokens=4)

@@ -26,7 +26,7 @@ from cachesvc_client.core.errors import BY_CODE, AlreadyClosed
 from cachesvc_client.layouts.families import opaque
 
 from cachesvc.model.errors import ErrorCode
-from cachesvc.wire.convert import LIFE_SUFFIX
+from cachesvc.wire.status import LIFE_SUFFIX
 from tests.unit.rigs.client_rig import EPOCH, LEASE_ID, TOKEN, FakeDaemon, break_way, hang_until, lose_answer, refuse
 
 LAYOUT = opaque(block_bytes=64, block_tokens=4)

@@ -19,7 +19,7 @@ from cachesvc_client.layouts.families import opaque
 from cachesvc_client.wire.credentials import credentials_from
 from cachesvc_client.wire.life import folder_owner, is_loopback, may_show, require_daemon
 
-from cachesvc.wire.convert import LIFE_GREETING, LIFE_SUFFIX
+from cachesvc.wire.status import LIFE_GREETING, LIFE_SUFFIX
 from tests.unit.rigs.client_rig import FakeDaemon
 
 STRANGER = 54321

@@ -20,7 +20,7 @@ from cachesvc.model.errors import NotSupported
 from cachesvc.service.access.admission import ways_in
 from cachesvc.service.host import life
 from cachesvc.service.host.life import MAX_OF_PROCESS, PROC, LifeServer, PeerProcess, peer_process, pidfd_by_number
-from cachesvc.wire.convert import LIFE_BUSY, LIFE_GREETING
+from cachesvc.wire.status import LIFE_BUSY, LIFE_GREETING
 from tests.e2e.rig import short_folder
 from tests.work import counted
 

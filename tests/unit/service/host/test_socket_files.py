@@ -16,7 +16,7 @@ import pytest
 
 from cachesvc.model.errors import Unavailable
 from cachesvc.service.host.socket_files import LOCK_SUFFIX, SocketClaim, open_to_group
-from cachesvc.wire.convert import LIFE_SUFFIX
+from cachesvc.wire.status import LIFE_SUFFIX
 from tests.e2e.rig import short_folder
 from tests.other_user import as_user
 

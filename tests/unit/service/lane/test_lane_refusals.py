@@ -13,8 +13,8 @@ import pytest
 from kvcache.v1 import cache_pb2
 
 from cachesvc.service.access.tokens import Keyring
-from cachesvc.wire.convert import MAX_MESSAGE_BYTES
 from cachesvc.wire.lane import HEADER, HELLO, METHODS, PING, READ_BYTES, FrameReader, encode
+from cachesvc.wire.status import MAX_MESSAGE_BYTES
 from tests.unit.rigs.dispatch_rig import allocate, step, turns
 from tests.unit.rigs.lane_rig import LaneSite, Peer, call, greeted, hello, matching
 

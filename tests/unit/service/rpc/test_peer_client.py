@@ -15,7 +15,7 @@ from cachesvc.model.errors import CacheError, Unavailable
 from cachesvc.peer.fleet import Borrowed, Loan, PeerRefused
 from cachesvc.service.rpc.peer_service import GrpcControl, PeerListening
 from cachesvc.storage.seam import Part, Scope
-from cachesvc.wire.convert import ERROR_METADATA_KEY
+from cachesvc.wire.status import ERROR_METADATA_KEY
 
 KEYS = bytes(32 * 4)
 PARTS = [Part(65535, 0, 1), Part(1, 0, 1)]
