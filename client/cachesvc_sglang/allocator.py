@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from cachesvc_client.plugins.keeper import ConnectorRefused
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
@@ -162,7 +161,3 @@ def slots_of(table: Sequence[int], first: int, end: int, page_tokens: int) -> np
     slots = (pages[:, None] * page_tokens + np.arange(page_tokens)).reshape(-1)
     skipped = first - first_block * page_tokens
     return slots[skipped : skipped + end - first]
-
-
-class EngineRefused(ConnectorRefused):
-    """The engine is configured in a way that the plugin cannot serve; the message says what works instead."""

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from enum import StrEnum, auto
 from typing import Any, NamedTuple
 
-from cachesvc_sglang.engine_cache import PromptKeys, name_of
+from cachesvc_sglang.engine_cache import name_of
 from cachesvc_sglang.host_loads import LoadBegin
 from cachesvc_sglang.links import Call
+from cachesvc_sglang.plain import PromptKeys
 
 LEASE = "lease"
 """Word of a follower on the lease that it is on."""

@@ -16,9 +16,10 @@ from cachesvc_client.plugins.node import Node
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome, IncLockRefResult
 
 from cachesvc_sglang.calls import LEASE, Called, prompt_call, requests_call
-from cachesvc_sglang.engine_cache import ROOT, EngineCache, may_share, name_of
+from cachesvc_sglang.engine_cache import ROOT, EngineCache, name_of
 from cachesvc_sglang.host_loads import LOOK_S, SOUND, LoadBegin, current_stream, end_of
 from cachesvc_sglang.links import Call, LeaderLink, RanksDiverged, Record
+from cachesvc_sglang.plain import may_share
 
 log = logging.getLogger("sglang.srt." + __name__)
 

@@ -25,7 +25,7 @@ from cachesvc_client.plugins.facts import (
 )
 
 from cachesvc.model.layout import Layout
-from cachesvc_sglang.allocator import EngineRefused
+from cachesvc_sglang.plain import EngineRefused
 from cachesvc_sglang.settings import VARIABLE
 
 PACKAGES = (

@@ -22,9 +22,9 @@ from cachesvc_client.plugins.request_pages import RequestPages, Wish
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome, IncLockRefResult
 
 from cachesvc.model.layout import Layout
-from cachesvc_sglang.allocator import EngineRefused
-from cachesvc_sglang.engine_cache import ROOT, CacheMetrics, EngineCache, may_share, name_of
+from cachesvc_sglang.engine_cache import ROOT, CacheMetrics, EngineCache, name_of
 from cachesvc_sglang.host_loads import HostLoads
+from cachesvc_sglang.plain import EngineRefused, may_share
 
 AHEAD_DIVISOR = 8
 """Largest part of the pool that waiting requests get ahead of their turn: other engines want it too."""

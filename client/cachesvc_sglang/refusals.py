@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from cachesvc_sglang.allocator import EngineRefused
+from cachesvc_sglang.plain import EngineRefused
 from cachesvc_sglang.settings import VARIABLE, EngineSettings
 
 TESTED = ("0.5.23",)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 from cachesvc_client.plugins.node import RESERVED_PAGES, Flags
 
-from cachesvc_sglang.allocator import EngineRefused
+from cachesvc_sglang.plain import EngineRefused
 
 VARIABLE = "CACHESVC_SGLANG"
 

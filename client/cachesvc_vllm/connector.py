@@ -15,14 +15,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from cachesvc_vllm.identity import draft_lookahead, drafts_with_kv
+from cachesvc_vllm.handover import answer_of
 from cachesvc_vllm.kv_events import PublisherTap, tap_publisher
 from cachesvc_vllm.media import look_at_loads
 from cachesvc_vllm.metrics import CacheMetrics, CacheStats
+from cachesvc_vllm.plain import draft_lookahead, drafts_with_kv, log_as_vllm
 from cachesvc_vllm.scheduler_side import SchedulerSide
 from cachesvc_vllm.settings import FLAGS, read_settings
 from cachesvc_vllm.transfers import StepTransfers, WorkerLease, WorkerShare, has_lapsed
-from cachesvc_vllm.wishes import answer_of
 from cachesvc_vllm.worker_side import WorkerSide, calls_layers
 
 log = logging.getLogger(__name__)
@@ -244,18 +244,3 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler.close()
         if self._worker is not None:
             self._worker.close()
-
-
-# Log lines of the connector in vLLM's form, with time and process: Python prints those of a logger without handlers
-# bare.
-
-OURS = ("cachesvc_client", "cachesvc_vllm")
-
-
-def log_as_vllm() -> None:
-    """Give the connector's loggers vLLM's handlers, unless the program has set handlers for them. Idempotent."""
-    theirs = logging.getLogger("vllm").handlers
-    for logger in map(logging.getLogger, OURS):
-        if theirs and not logger.hasHandlers():
-            logger.handlers = list(theirs)
-            logger.propagate = False

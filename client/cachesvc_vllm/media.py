@@ -34,7 +34,8 @@ from cachesvc_client.plugins.keeper import ConnectorRefused
 
 from cachesvc.model.words import KEY_BYTES
 from cachesvc_vllm.adapters import DIGEST, content_digest
-from cachesvc_vllm.identity import config_facts, draft_lookahead, environment_fact
+from cachesvc_vllm.identity import config_facts, environment_fact
+from cachesvc_vllm.plain import draft_lookahead
 from cachesvc_vllm.vllm_objects import (
     Feature,
     KvCacheConfig,

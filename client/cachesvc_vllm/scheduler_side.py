@@ -17,10 +17,18 @@ from cachesvc_client.plugins.page_book import PageBook
 from cachesvc_client.plugins.request_pages import Positions, RequestPages, Wish
 
 from cachesvc_vllm.adapters import AdapterReport, Adapters, watch_loads
-from cachesvc_vllm.block_pool import DaemonBlockPool, blocks_wanted, computed_blocks, fills_nothing, take_place
-from cachesvc_vllm.identity import LookaheadKeys, keep_last_blocks
+from cachesvc_vllm.block_pool import DaemonBlockPool, take_place
 from cachesvc_vllm.kv_events import Announcer
 from cachesvc_vllm.metrics import IDLE_WAITS, SHARES, STEP_SECONDS, WAITS, CacheStats, Stopwatch, timed
+from cachesvc_vllm.plain import (
+    FirstToken,
+    LookaheadKeys,
+    Pace,
+    blocks_wanted,
+    computed_blocks,
+    fills_nothing,
+    keep_last_blocks,
+)
 from cachesvc_vllm.refusals import require_known_pool
 from cachesvc_vllm.settings import Settings
 from cachesvc_vllm.transfers import Loading, StepTransfers
@@ -569,65 +577,6 @@ class Sealer:
         if tail_keys:
             self._book.seal(pages, min(len(tail_keys), pages.taken_blocks), tail_keys)
         self._book.finish(pages, request.num_output_tokens)
-
-
-# Reports put off until the first token of a lone request has come: its client waits for nothing else.
-#
-# Under asynchronous scheduling the next iteration is scheduled before the output of the last one is taken:
-#
-#     step 0   admits the request          no report
-#     step 1                               no report
-#     output of step 0: the first token    no report; it goes to the client
-#     step 2                               reports what has gathered
-
-MOST_STEPS = 2
-"""Iterations whose reports may be put off: other engines wait for what they free."""
-
-
-class FirstToken:
-    def __init__(self) -> None:
-        self._is_awaited = False
-        self._steps = 0
-
-    def admit(self, *, is_alone: bool) -> None:
-        """Note that a request was admitted; ``is_alone``: no other one is unfinished."""
-        self._is_awaited = is_alone
-        self._steps = MOST_STEPS
-
-    def may_report(self) -> bool:
-        """Return whether the iteration that was scheduled reports."""
-        if self._is_awaited:
-            self._steps -= 1
-        return not self._is_awaited or self._steps < 0
-
-    def take_output(self) -> bool:
-        """Note that an output has come; return whether it is the first behind an admission, which nothing holds up."""
-        is_first, self._is_awaited = self._is_awaited, False
-        return is_first
-
-
-# Pace of reports: those of decoding requests are sent together, once in four iterations.
-#
-# In most iterations of a decoding batch some requests fill a block and take the next one from the stock. A message
-# costs more than its content, and the daemon may get this content later: a stock page is the engine's anyway, and the
-# block of an answer is matched with the next turn. Matches, blocks of prompts, returned pages and a low stock are sent
-# at once (``PageBook.is_urgent``).
-
-MOST_GATHERED = 4
-"""Iterations whose reports go together: 40 ms at 10 ms each."""
-
-
-class Pace:
-    def __init__(self) -> None:
-        self._gathered = 0
-
-    def is_due(self, *, is_urgent: bool) -> bool:
-        """Return whether the iteration that was scheduled reports. ``is_urgent``: it has more to tell than usual."""
-        self._gathered += 1
-        if not is_urgent and self._gathered < MOST_GATHERED:
-            return False
-        self._gathered = 0
-        return True
 
 
 WAITING = ("WAITING", "PREEMPTED", "WAITING_FOR_REMOTE_KVS")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -34,8 +34,9 @@ from cachesvc.model.answers import TicketView
 from cachesvc.model.layout import Layout, device_geometry
 from cachesvc_vllm.adapters import LoadedAdapters
 from cachesvc_vllm.cache_groups import group_parts, layers_in_order, place_wider_first, slab_layout
-from cachesvc_vllm.identity import config_details, drafts_with_kv
+from cachesvc_vllm.identity import config_details
 from cachesvc_vllm.media import Runtime, Sharing, model_facts, model_name, replaced_weights
+from cachesvc_vllm.plain import Start, WarmUp, agreed_model, drafts_with_kv
 from cachesvc_vllm.refusals import require_supported, require_version
 from cachesvc_vllm.settings import FLAGS, Settings
 from cachesvc_vllm.transfers import EarlyLoad, StepTransfers, WorkerLease, lapsed_blocks
@@ -421,49 +422,3 @@ def require_on_slab(kv_caches: Mapping[str, Any], slab: Any, given: int) -> None
             f"vLLM asked {given} times for the daemon's {slab.numel()} bytes, and {len(elsewhere)} of {len(kv_caches)} "
             "layers lie elsewhere: this release allocates in a way that the connector does not know"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Start of one rank: it has its slab of ``model``, which is empty where no daemon is there and none is required; or
-    a ``failure`` kept it from starting. ``replaced``: why its name may be of other weights than it has."""
-
-    model: str = ""
-    failure: str = ""
-    replaced: str = ""
-
-
-def agreed_model(starts: Sequence[Start]) -> str:
-    """The model that every rank has its slab of; empty where one rank has none, and the others may not use theirs.
-    Raises ConnectorRefused where a rank failed, or ranks share as different models."""
-    for rank, start in enumerate(starts):
-        if start.failure:
-            raise ConnectorRefused(f"rank {rank} did not start: {start.failure}")
-    models = {start.model for start in starts}
-    if "" in models:
-        return ""
-    if len(models) > 1:
-        raise ConnectorRefused(f"ranks of one engine share as {', '.join(sorted(models))}: they read different weights")
-    return models.pop()
-
-
-class WarmUp:
-    """Guard from ``begin`` to ``end``; does nothing where this vLLM has no runner that warms up so."""
-
-    def __init__(self) -> None:
-        self._tables: Any = None
-
-    def begin(self) -> None:
-        """Replace every block id that a runner gets by page 0 from now on."""
-        try:
-            from vllm.v1.worker.gpu.block_table import BlockTables
-        except ImportError:  # no Triton: the runner that warms up so cannot be here
-            return
-        self._tables = BlockTables
-        BlockTables.redirect_writes_to_null_block = True
-
-    def end(self) -> None:
-        """Block ids are what they are. Idempotent."""
-        tables, self._tables = self._tables, None
-        if tables is not None:
-            tables.redirect_writes_to_null_block = False

@@ -111,7 +111,7 @@ def test_half_a_copy_fails_its_job_and_does_not_set_its_word() -> None:
 def test_a_share_of_faults_that_cannot_be_is_refused(text: str) -> None:
     from cachesvc.config import load_config
 
-    with pytest.raises(InvalidRequest, match="share from 0 to 1"):
+    with pytest.raises(InvalidRequest, match="must be from 0 to 1"):
         load_config(None, {"backend": "shm", "fault_copies": float(text)})
     with pytest.raises(InvalidRequest, match="shm alone"):
         load_config(None, {"backend": "auto", "fault_copies": 0.5})

@@ -10,8 +10,8 @@ import pytest
 from cachesvc_client import CacheClient, Lease
 from cachesvc_client.plugins.page_book import PageBook
 from cachesvc_client.plugins.request_pages import RequestPages, Wish
-from cachesvc_vllm.block_pool import computed_blocks
 from cachesvc_vllm.cache_groups import slab_layout
+from cachesvc_vllm.plain import computed_blocks
 from kvcache.v1 import lease_pb2, lease_pb2_grpc
 
 from tests.e2e.rig import Node, running_node, wait_until

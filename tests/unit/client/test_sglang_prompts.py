@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from cachesvc_client.core.keys import block_keys
-from cachesvc_sglang.allocator import EngineRefused
-from cachesvc_sglang.engine_cache import PromptKeys, may_share
+from cachesvc_sglang.plain import EngineRefused, PromptKeys, may_share
 from cachesvc_sglang.settings import EngineSettings, read_settings
 
 NAMESPACE = bytes(range(32))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from cachesvc_client.plugins.keeper import ConnectorRefused
 from cachesvc_sglang.links import FollowerLinks, LeaderLink, NewPages, RankLost, RanksDiverged, Record
-from cachesvc_sglang.memory import RankGroup
+from cachesvc_sglang.plain import RankGroup
 
 RANKS = 3
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cachesvc_sglang.allocator import EngineRefused
+from cachesvc_sglang.plain import EngineRefused
 from cachesvc_sglang.refusals import require_cache, require_files, require_options, require_pool
 
 

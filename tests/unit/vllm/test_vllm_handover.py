@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from cachesvc_client import Expected
 from cachesvc_client.wire.messages import build_match
-from cachesvc_vllm.wishes import answer_of, expected_of, hands_over
+from cachesvc_vllm.handover import answer_of, expected_of, hands_over
 
 PROMPT_TOKENS = 110
 PLACE = {"remote_host": "10.0.0.1", "remote_port": 7100}

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 from cachesvc_client.plugins.keeper import ConnectorRefused
-from cachesvc_vllm.block_pool import computed_blocks
-from cachesvc_vllm.identity import LookaheadKeys, draft_lookahead
+from cachesvc_vllm.plain import LookaheadKeys, computed_blocks, draft_lookahead
 
 BLOCK = 4
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-from cachesvc_vllm.connector import OURS, log_as_vllm
+from cachesvc_vllm.plain import OURS, log_as_vllm
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from cachesvc_client.plugins.keeper import ConnectorRefused
-from cachesvc_vllm.worker_side import Start, agreed_model
+from cachesvc_vllm.plain import Start, agreed_model
 
 
 def test_ranks_that_started_alike_share_as_one_model() -> None:

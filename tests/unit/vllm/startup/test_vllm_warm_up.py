@@ -6,7 +6,7 @@ import sys
 from types import ModuleType
 
 import pytest
-from cachesvc_vllm.worker_side import WarmUp
+from cachesvc_vllm.plain import WarmUp
 
 
 class BlockTables:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cachesvc_vllm.scheduler_side import MOST_STEPS, FirstToken
+from cachesvc_vllm.plain import MOST_STEPS, FirstToken
 
 
 def test_nothing_is_reported_before_the_first_output_of_a_lone_request() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cachesvc_client.plugins.matches import Sealing, Untold
 from cachesvc_client.plugins.request_pages import RequestPages
-from cachesvc_vllm.scheduler_side import MOST_GATHERED, Pace
+from cachesvc_vllm.plain import MOST_GATHERED, Pace
 
 
 def test_decoding_is_reported_once_in_a_few_iterations() -> None:

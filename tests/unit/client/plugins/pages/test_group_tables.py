@@ -9,7 +9,7 @@ import pytest
 from cachesvc_client.layouts.families import Parts
 from cachesvc_client.plugins.page_book import PrivatePages
 from cachesvc_client.plugins.request_pages import GroupTable, RequestPages, engine_groups
-from cachesvc_vllm.block_pool import blocks_wanted
+from cachesvc_vllm.plain import blocks_wanted
 
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import NO_PAGE
