@@ -196,7 +196,6 @@ class Bucket:
         self.filled_at = max(now, self.filled_at)
 
     def wait_s(self, count: int, now: float) -> float:
-        """Seconds until ``count`` may go."""
         self.fill(now)
         short = min(count, self.burst) - self.tokens
         return 0.0 if short <= _CLOCK_GRAIN_S * self.rate or not self.rate else short / self.rate

@@ -245,25 +245,18 @@ class StorageBackend(Protocol):
         """Begin. Raises a CacheError that says what is missing. Finding what is there already goes on behind it."""
 
     def register(self, chunk: memoryview) -> None:
-        """Pages may lie in this memory; it stays until ``close``. By default any memory will do."""
         del chunk
 
     def describe(self, scope: Scope, label: str) -> None:
-        """Set operators' label of a scope: a model's name. By default none is kept."""
         del scope, label
 
     def watch(self, gone: Gone) -> None:
-        """Have ``gone`` told from ``start`` on, as far as the engine knows what it lets go of."""
         del gone
 
     def used(self, scope: Scope, uses: Sequence[Use], chooser: Chooser | None) -> None:
-        """Blocks were used in memory: note it for the order of eviction. Only where ``Caps.follows_use``; not on the
-        loop. ``chooser``: of the scope's eviction policy; None where it knows no classes."""
         del scope, uses, chooser
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
-        """Number of leading packed ``keys`` of which it expects to have all ``parts``, from memory alone: some 0.1 us a
-        key. None: ``exists`` must be asked. A hint."""
         del scope, keys, parts
         return None
 
@@ -286,22 +279,16 @@ class StorageBackend(Protocol):
         changed them, they are read once more before. What is of a newer format stays, and counts."""
 
     def purge(self, scope: Scope | None, step: Step = no_step) -> int:
-        """Forget all objects of a scope, or (None) of all: how many were known. Waits for it, and may hang: not on the
-        loop. ``step``: called with each object."""
         del scope, step
         return 0
 
     def status(self) -> StoreStatus:
-        """Its own account of its contents. May take milliseconds: not on the loop."""
         return StoreStatus()
 
     def totals(self) -> Totals:
-        """The sums of ``status``, at once."""
         return Totals(0, 0, 0, 0)
 
     def check_all(self, check: Check, step: Step = no_step) -> Checked:
-        """Read every object that is known, and remove what ``check`` finds to be none. Waits for it, and may hang: not
-        on the loop. ``step``: called with each object. Raises NotSupported where it cannot list what it keeps."""
         del check, step
         return Checked()
 

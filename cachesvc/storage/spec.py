@@ -88,7 +88,6 @@ Read = Callable[[str, str], object]
 
 
 def option(read: Read, default: object) -> Any:
-    """Field of a dataclass of options."""
     return field(default=default, metadata={"read": read})
 
 

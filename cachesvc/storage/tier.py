@@ -203,7 +203,6 @@ class Tier:
         return self._passed_over % TRY_ANYWAY == 0
 
     def fetch(self, coming: Coming) -> None:
-        """Bring blocks to host pages."""
         request = self._ask(lambda outcome: self._refuse(coming.news(), outcome))
         self._getting.add([Job(lambda _: self._fetch(request, coming), request.fail)])
 

@@ -185,7 +185,6 @@ class UnderWay(Generic[Name]):
             return asked.isdisjoint(self._names)
 
     def close(self) -> None:
-        """End all waits."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

@@ -202,8 +202,6 @@ def _opening(
 
 
 class AsyncCacheClient:
-    """``CacheClient`` for one event loop."""
-
     @_signed(CacheClient.__init__)
     def __init__(self, *args: Any, **named: Any) -> None:
         self._blocking = CacheClient(*args, **named)
@@ -333,8 +331,6 @@ class AsyncLease(LeaseView):
 
 
 class AsyncSequence(SequenceView):
-    """``Sequence`` for one task."""
-
     def __init__(self, sequence: Sequence, shared: _Shared) -> None:
         super().__init__(sequence.record)
         self._blocking = sequence
@@ -371,8 +367,6 @@ class AsyncSequence(SequenceView):
 
 
 class AsyncPendingStep:
-    """``PendingStep`` for one task."""
-
     def __init__(self, step: PendingStep, shared: _Shared) -> None:
         self._blocking = step
         self._threads = shared.threads
@@ -387,8 +381,6 @@ class AsyncPendingStep:
 
 
 class AsyncStepStream:
-    """``StepStream`` for one task."""
-
     def __init__(self, stream: StepStream, shared: _Shared) -> None:
         self._blocking = stream
         self._threads = shared.threads

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
 from pathlib import PurePath
 
 import pytest
 
+from tests.style.tree import ROOT
 from tools.shape import (
+    APART,
     MOST_MODULES,
     PRODUCT,
     circles_of,
     files_of,
+    imports_of,
+    lone_protocols,
+    module_of,
     modules_by_folder,
     twice_named,
 )
@@ -22,10 +29,45 @@ IN_DAEMON = (
 TWICE = {("cachesvc", name) for name in IN_DAEMON}
 """Class names that still occur twice in a distribution. A name leaves this list with its second use; none is added."""
 
+LONE = {
+    *("Chooser", "Configured", "CopyStream", "EvictionPolicy", "Figures", "GpuDevice", "GpuMemory", "GpuQueue"),
+    *("HasHeadroom", "HostPages", "Lenders", "Link", "ModelFacts", "Owner", "Path", "PeerControl", "PositionRule"),
+    *("Reserved", "Shadow", "SliceRunner", "Timeline", "Times", "Traveller"),
+}
+"""Protocols and abstract classes that still have one implementation. None is added."""
+
+SMALL_LINES = 120
+SMALL = {
+    *("cachesvc/flows/lend.py", "client/cachesvc_ctl/core/daemon_process.py", "client/cachesvc_ctl/describe.py"),
+    *("client/cachesvc_ctl/main.py", "client/cachesvc_ctl/top.py"),
+}
+"""Modules of fewer lines with one importer, which is of another layer, or imports them where an extra is there."""
+
+SHORT_WORDS = 6
+
 
 @pytest.fixture(scope="module")
 def product() -> dict[PurePath, str]:
     return {path: text for path, text in files_of(".").items() if path.parts[0] in PRODUCT}
+
+
+@pytest.fixture(scope="module")
+def core(product: dict[PurePath, str]) -> dict[PurePath, ast.Module]:
+    return {path: ast.parse(text) for path, text in product.items() if not str(path).startswith(APART)}
+
+
+def len_of(path: PurePath) -> int:
+    return (ROOT / path).read_text(encoding="utf-8").count("\n")
+
+
+def named_again(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    """Functions and classes with a body whose docstring has so few words; what it raises may take fewer."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and len(node.body) > 1:
+            said = ast.get_docstring(node) or ""
+            is_seam = isinstance(node, ast.ClassDef) and "Protocol" in ast.unparse(node).partition(":")[0]
+            if 0 < len(said.split()) <= SHORT_WORDS and "raises" not in said.lower() and not is_seam:
+                yield node
 
 
 def test_folders_are_small(product: dict[PurePath, str]) -> None:
@@ -35,6 +77,25 @@ def test_folders_are_small(product: dict[PurePath, str]) -> None:
 
 def test_no_folders_import_each_other(product: dict[PurePath, str]) -> None:
     assert circles_of(product) == [], "move what both need to a folder below them"
+
+
+def test_a_small_module_has_more_than_one_importer(core: dict[PurePath, ast.Module]) -> None:
+    modules = {module_of(path): path for path in core}
+    importers: dict[PurePath, set[PurePath]] = {path: set() for path in core if not path.name.startswith("__")}
+    for path, tree in core.items():
+        for module in () if path.name == "__init__.py" else imports_of(tree, modules):
+            importers.get(modules[module], set()).add(path)
+    small = {str(path) for path, by in importers.items() if len(by) == 1 and len_of(path) < SMALL_LINES}
+    assert small == SMALL, "a module of one importer belongs to it"
+
+
+def test_protocols_have_two_implementations(core: dict[PurePath, ast.Module]) -> None:
+    assert set(lone_protocols(list(core.values()))) == LONE, "use the class itself"
+
+
+def test_docstrings_say_more_than_the_name(core: dict[PurePath, ast.Module]) -> None:
+    short = [f"{path}:{node.lineno} {node.name}" for path, tree in core.items() for node in named_again(tree)]
+    assert not short, "effect, result, units, errors or source; or none\n" + "\n".join(short)
 
 
 def test_a_class_name_means_one_thing_in_a_distribution(product: dict[PurePath, str]) -> None:
