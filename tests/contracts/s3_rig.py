@@ -130,8 +130,9 @@ class Server:
                 pause.wait(LOOK_SECONDS)
 
     def freeze(self) -> None:
-        """It stops where it is."""
+        """Stop the process, and wait until it stands: one of its threads may answer until then."""
         self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def thaw(self) -> None:
         """It goes on."""

@@ -24,6 +24,7 @@ from cachesvc.mover.life import Begin, MoverProcess, child
 from cachesvc.mover.processes import MoverProcesses
 from cachesvc.mover.records import Settings
 from cachesvc.mover.server import Equipment, MoverServer
+from tests.e2e.rig import wait_until
 from tests.unit.mover.mover_rig import Heard, heard_from
 
 SOURCE, TARGET, OTHER = "shm-0", "shm-1", "shm-2"
@@ -265,6 +266,7 @@ def test_a_pair_that_ends_its_mover_again_is_refused(make: Callable[..., Pair], 
     pair = make(KilledTarget, KilledTarget, Target)
     pair.movers.create_slab(SOURCE, 4096)
     heard.wait("mover_started", 2)  # the second ends in its check too, and the third makes none
+    wait_until(lambda: (SOURCE, TARGET) in pair.movers.refused_peers(), "the pair is refused")
     assert "2 movers ended during the check" in pair.movers.refused_peers()[SOURCE, TARGET]
     assert not pair.share()
     assert [target.pulls for target in pair.targets.made] == [1, 1, 0]
