@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, Protocol
@@ -398,7 +397,7 @@ def matched(
         _value_positions(core, call, keys, hit)
 
 
-def sealed_new(core: Core, call: Call, keys: Seq[bytes], paths: Seq[Seq[int]]) -> None:
+def sealed_new(core: Core, call: Call, keys: Sequence[bytes], paths: Sequence[Sequence[int]]) -> None:
     """Blocks under ``keys`` that were new have been sealed, in the rows ``paths`` of their sequences."""
     model = call.model
     model.reuse.computed_all(keys)
@@ -409,7 +408,7 @@ def sealed_new(core: Core, call: Call, keys: Seq[bytes], paths: Seq[Seq[int]]) -
     core.count(Count.PUBLISHED_BLOCKS, len(keys))
 
 
-def sealing(core: Core, call: Call, keys: bytes, rows: Seq[int]) -> None:
+def sealing(core: Core, call: Call, keys: bytes, rows: Sequence[int]) -> None:
     """Blocks in ``rows`` (NO_ROW: a new one), under packed ``keys``, are about to be sealed: count what was computed,
     and what for the second time."""
     model, place = call.model, call.replica.place

@@ -2,7 +2,7 @@
 
 A lease is one process's, and ends with any process that has mapped its pools. Or it is an instance's, whose processes
 open it by the name that they share, whichever comes first: it lives while one of these does, and what a process held
-that leaves ends with it (``teardown.py``).
+that leaves ends with it.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ is sealed by itself: they are duplicates of what others sealed first, or blocks 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -356,7 +355,7 @@ def _hinted_stamp(core: Core, retention: RequestHint, blocks: int) -> int:
     return hinted(core.ledger.stamp(), retention, blocks)
 
 
-def _restamp(place: Place, sequences: Iterable[OpenSequence], paths: Iterable[Rows[int]]) -> None:
+def _restamp(place: Place, sequences: Iterable[OpenSequence], paths: Iterable[Sequence[int]]) -> None:
     """Blocks that were just sealed count as used when their engines expect them to be."""
     for each, path in zip(sequences, paths, strict=True):
         if each.retention:

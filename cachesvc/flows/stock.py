@@ -1,6 +1,6 @@
 """The stock: pages granted ahead, so that a sequence grows by a block with no round trip; and growth out of it.
 
-A stock is refilled with each Step from free pages, but for room ahead (``low_watermark.py``). A cache that has been
+A stock is refilled with each Step from free pages, but for room ahead (``transfers.py``). A cache that has been
 running for a while has nothing else free, and then what is coldest goes for the stock; but never more than the lease
 has grown by since. So growth is replaced, block for block, whatever others take meanwhile, and an engine that does not
 grow evicts nothing. One that begins on a full cache has its first growth by Allocate, and finds as much in its stock

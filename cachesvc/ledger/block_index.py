@@ -96,11 +96,11 @@ class Taking(NamedTuple):
 
 class BlockIndex:
     """Keys to rows, the tree, and the per-place copies. ``places[0]`` is the host; replicas follow, as long as their
-    memory exists. ``lost``: places whose memory is gone, until they are empty (``lost.py``); ``losses``: how many ever
-    were. ``told``: all of these, as the journal knows them.
+    memory exists. ``lost``: places whose memory is gone, until they are empty (``LostCopies``); ``losses``: how many
+    there ever were. ``told``: all of these, as the journal knows them.
 
     ``stamp``: a row's last access. ``reached``: that of the deepest block whose window or sinks it was part of.
-    ``segments``: of which segment of a request it is, where the eviction policy follows requests (``class_queues.py``).
+    ``segments``: of which segment of a request it is, where the eviction policy follows requests (``candidates.py``).
     ``head``: the tree is cut into chains, each from its head down: a row goes on with its parent's chain if no other
     child does so already (``continued``), and begins one of its own otherwise. So a few chains and depths give a row's
     ancestors. ``taking``: of the request that came last, what is not in its segments yet. ``flying``: rows with

@@ -1,6 +1,6 @@
 """The blocks of one model: match, pin, seal, fill, drain and drop, on top of the index and its places.
 
-Invariants, held between any two calls (``questions/audit/verify.py`` checks them):
+Invariants, held between any two calls (``questions/audit.py`` checks them):
 what a replica has on its device is prefix-closed; so is the union of all places; nothing pinned, in flight, or with a
 child on the same place leaves that place; whatever may leave is filed as a candidate, under its rank, and nothing else.
 """
@@ -247,7 +247,7 @@ class BlockLedger:
 
     def lose_place(self, place: Place) -> None:
         """The memory of a device place is gone: no flow sees it from now on. Those who hold something there, and its
-        transfers, end as ever; ``lost.py`` forgets what it had."""
+        transfers, end as ever; ``LostCopies`` forgets what it had."""
         self.index.lose_place(place)
         self.past.add_left(place.counts)
         place.is_lost = True

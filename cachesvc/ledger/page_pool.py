@@ -4,7 +4,7 @@ Which pages are free is a column of bytes. A search for many pages looks at colu
 one by one cost no more than runs. Where runs were last seen is kept as a hint, which may be stale.
 
 A page is in exactly one state at any moment; ``counts`` adds up to the pages that were added. Some of the free pages
-may be reserved (``reservations.py``): they are free, but not granted before the reservation gives them back.
+may be reserved (``Reservation``): they are free, but not granted before the reservation gives them back.
 """
 
 from __future__ import annotations

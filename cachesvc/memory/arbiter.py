@@ -15,7 +15,7 @@ waits, stand behind seconds of others' long ones, and behind backups without a w
    without a limit.
 4. A pause: an engine has reported that its decode suffers. Background stores get nothing until it is over, overdue or
   not; the caller keeps it short. Expedited jobs go on.
-5. The node's budget (``host_budget.py``): while another device has awaited jobs, background jobs of both directions
+5. The node's budget (``host_pool.py``): while another device has awaited jobs, background jobs of both directions
    keep to this device's part of it. Without a budget, and without such jobs, they are not held back.
 
 Pure: no thread and no clock. ``now`` comes in, and the owner holds a lock around every call.

@@ -1,7 +1,7 @@
 """Eviction policies by name: the choice of the next victim.
 
 Most are a rank, one number: among the leaves that may go, the lowest rank goes first. ``hazard`` learns from requests
-which candidates will be used again, and when (``hazard/history.py``); ``hazard_cost`` weighs that by what they cost.
+which candidates will be used again, and when (``hazard.py``); ``hazard_cost`` weighs that by what they cost.
 
 ``stamp`` numbers the last access of a block or of anything that was below it (``STAMP_BITS`` bits at most), ``hits``
 counts accesses that ended at it, ``depth`` is its position in the prompt.

@@ -3,7 +3,7 @@
 A request is the last to touch the blocks of its path, in two parts: down to the deepest block that has several known
 children, and the rest. Each part is a segment, of a class by what the request showed at its arrival, and of another one
 by what it showed at its end. When a landmark of a segment is touched again, or forgotten, its classes learn
-(``rates.py``). Of all queues of candidates, one a class, the head goes whose blocks will bring the fewest hits a
+(``hazard_rates.py``). Of all queues of candidates, one a class, the head goes whose blocks will bring the fewest hits a
 second, unless the oldest of all is worth hardly more, or is older than anything that is remembered.
 
 Time comes in as an argument. What is kept is bounded: by the last ``REMEMBERED`` requests, and by what is resident.

@@ -1,6 +1,6 @@
 """The seam between the daemon and a storage engine. It moves host pages, never device memory.
 
-An object is what one block leaves in a group on one host rank, with a header that names it whole (``header.py``). No
+An object is what one block leaves in a group on one host rank, with a header that names it whole (``objects.py``). No
 engine's "stored", "exists" or "healthy" is trusted: the reader of an object verifies it (``objects.py``).
 
 A deadline ends the wait for a call, not the call: an engine may write into an item's memory until it has answered for

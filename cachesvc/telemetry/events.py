@@ -1,6 +1,6 @@
 """Logs are events: a name of the vocabulary and its fields, one JSON object a line on standard error.
 
-Within a traced call a line carries ``trace_id`` and ``span_id``. Nothing here waits or raises: ``line_writer.py``.
+Within a traced call a line carries ``trace_id`` and ``span_id``. Nothing here waits or raises: ``LineWriter``.
 """
 
 from __future__ import annotations

@@ -282,7 +282,7 @@ class MetricReader:
 
 # The page of metrics in prometheus-client's format, over readings of our own.
 #
-# The server's thread only formats; the reading itself is taken on the event loop (``metric_reader.py`` says why).
+# The server's thread only formats; the reading itself is taken on the event loop (``MetricReader`` says why).
 
 
 def metrics_page(reader: MetricReader) -> Page:

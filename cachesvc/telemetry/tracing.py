@@ -2,7 +2,7 @@
 
 The parent is the W3C ``traceparent`` of a call's metadata. Unless OTEL_TRACES_SAMPLER says otherwise the daemon begins
 no trace by itself and follows the caller's sampling, so an untraced call costs a look at its metadata. This
-module needs no OpenTelemetry to be imported: ``Tracer`` is given a provider's tracer by ``otlp.py``.
+module needs no OpenTelemetry to be imported: ``Tracer`` is given a provider's tracer by ``scrape_server.py``.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     D   remote_prefiller             the same while P computes; remote_kv_source: any node that has the blocks
 
 Blocks are found by content, so neither side holds anything for the other, and a wrong or late word costs time alone.
-The last block of a prompt, where it is not full, is handed over too (``namespace/tails.py``). It is waited for where
+The last block of a prompt, where it is not full, is handed over too (``wishes.py``). It is waited for where
 the prefill has ended; before that it comes with the last full blocks, or is computed: not every prefiller seals it.
 """
 
@@ -23,16 +23,6 @@ from cachesvc.model.text import parse_address
 
 log = logging.getLogger(__name__)
 
-
-# Prefill on one node, decode on another: what routers say of it with a request, and what they are answered.
-#
-#     P   do_remote_decode             its last output says where the blocks are: do_remote_prefill, remote_host, ...
-#     D   do_remote_prefill            the router passes that on: the daemon fetches what P's daemon has
-#     D   remote_prefiller             the same while P computes; remote_kv_source: any node that has the blocks
-#
-# Blocks are found by content, so neither side holds anything for the other, and a wrong or late word costs time alone.
-# The last block of a prompt, where it is not full, is handed over too (``namespace/tails.py``). It is waited for where
-# the prefill has ended; before that it comes with the last full blocks, or is computed: not every prefiller seals it.
 
 MOST_HOST_CHARACTERS = 253
 

@@ -12,6 +12,8 @@ from tests.style.tree import ROOT, list_files, read_texts
 
 ROOTS = ("", "cachesvc/", "client/")
 """Folders that the map leaves out."""
+LIBRARY = ("random.py",)
+"""Files of Python's library."""
 LABEL = "cachesvc/gpus"
 """A label of Kubernetes, which looks like a path."""
 
@@ -31,6 +33,18 @@ def test_every_file_and_module_that_a_document_names_exists() -> None:
         for name, text in read_texts(".md")
         if name != "CHANGELOG.md"  # names of its own time
         for path in find_missing(text, files)
+    ]
+    assert not missing, "\n".join(missing)
+
+
+def test_every_file_that_a_comment_or_docstring_names_exists() -> None:
+    tails = {path.split("/", at)[-1] for path in list_files() for at in range(path.count("/") + 1)}
+    missing = [
+        f"{name}: {path}"
+        for name, text in read_texts(".py")
+        if name.startswith(("cachesvc/", "client/", "gpu_ops/"))
+        for path in re.findall(r"``((?:[\w-]+/)*[\w-]+\.py)``", text)
+        if path not in tails and path not in LIBRARY
     ]
     assert not missing, "\n".join(missing)
 

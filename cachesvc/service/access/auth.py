@@ -50,7 +50,7 @@ class Caller:
 
     ``revoked`` is set when the tokens' file no longer accepts the entry: streams that are open then end with their next
     message. ``digest``: of its token, where it has one. ``grace_ends``: monotonic seconds, until when a token that was
-    replaced serves the leases of its engine (``retired.py``); None: it was not. ``calls``: made since the entry left.
+    replaced serves the leases of its engine (``tokens.py``); None: it was not. ``calls``: made since the entry left.
     """
 
     name: str

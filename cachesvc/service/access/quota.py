@@ -5,7 +5,7 @@ tenant, so what a tenant holds is what its pools count, and nothing has to be ke
 
 Leases and models between tenants that have no quota on them: none takes all.
 
-What is held for hours is not given back when the next tenant comes, so besides its share (``model.sharing``) a tenant
+What is held for hours is not given back when the next tenant comes, so besides its share (``model.numbers``) a tenant
 leaves a quarter of what the others have left: a new tenant always gets in. Where one tenant alone may work, it may take
 everything.
 """

@@ -17,7 +17,7 @@ shape where the name ends in ``.json``::
     [[token]]
     name = "stolen"
     sha256 = "..."
-    revoked = true               # refused from now on; an entry that is taken out has a grace (``retired.py``)
+    revoked = true               # refused from now on; an entry that is taken out has a grace (``Retired``)
 
     [[peer]]                     # a process of this node, by what the kernel says at the life socket
     uid = 1001                   # or gid

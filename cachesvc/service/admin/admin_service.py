@@ -13,7 +13,6 @@ from google.protobuf.message import Message
 from kvcache.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2, storage_pb2
 
 from cachesvc.flows import pinning
-from cachesvc.flows import pinning as admin
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.reuse_stats import ID_BYTES, RecentRequest
 from cachesvc.model.errors import CacheError, InvalidRequest, LimitExceeded, NotFound
@@ -320,7 +319,7 @@ class Administration:
 
     async def drain(self) -> int:
         """Open nothing new and say so in health checks; returns how many leases are live. Idempotent."""
-        live = self._node.run(partial(admin.drain, self._node.core))
+        live = self._node.run(partial(pinning.drain, self._node.core))
         await self._health.tell()
         events.event("draining", live_leases=live)
         return live
@@ -375,7 +374,7 @@ class Administration:
 
         Raises NotFound, InvalidRequest, KeyReused.
         """
-        admin.require_tier(request.tier)
+        pinning.require_tier(request.tier)
         model = view.model_or_only(request.model_id)
         if model is None:
             return admin_pb2.EvictResponse()
@@ -401,7 +400,7 @@ class Administration:
         evicted = 0
         while evicted < wanted and view.has(model):
             at_once = min(EVICTED_AT_ONCE, wanted - evicted)
-            gone = self._node.run(partial(admin.evict, self._node.core, model.id, request.tier, at_once))
+            gone = self._node.run(partial(pinning.evict, self._node.core, model.id, request.tier, at_once))
             evicted += gone
             if not gone:
                 break

@@ -46,7 +46,7 @@ class Registrar:
         self._is_closed = False
 
     def find(self, request: RegisterRequest) -> Registered | None:
-        """A model's pools, if they are there. Raises as ``flows.models.find``."""
+        """A model's pools, if they are there. Raises as ``flows.registration.find``."""
         return self._node.run(find, self._node.core, self._node.vault, request)
 
     async def register(self, request: RegisterRequest, caller: CallerKey) -> Registered:

@@ -2,7 +2,7 @@
 
 A flow of more than one turn, a call that wakes up, a landing and a chore each take one turn. One turn is taken in each
 round of the loop, round robin by party: a process as admission knows it (``CallerKey``), or the daemon's own background
-work. Within a party the first comes first, and all of its long calls are one (``long_calls.py``). So a short call waits
+work. Within a party the first comes first, and all of its long calls are one (``LongCalls``). So a short call waits
 for one turn at most, and a long one for one turn of each other party between its own.
 """
 

@@ -1,7 +1,7 @@
 """Page accounting of an engine: the daemon grants a request's pages, and steps of its iterations report their use.
 
 Used from the engine's scheduler thread alone, which waits for the daemon only while nothing runs, or where a running
-request would be preempted otherwise (``steps/outbox.py``):
+request would be preempted otherwise (``outbox.py``):
 
     a request comes       its match is sent while nothing runs; else, with those of others, when the first is scheduled
     it is scheduled       its match is there, and its pages are in stock or were asked for ahead; else it comes again
