@@ -453,10 +453,22 @@ class WindowSearch:
     def longest(self) -> int:
         """The most blocks, up to the hit's, of which each windowed group has what they need."""
         best = self._blocks
+        if best <= self._device_blocks and self._is_in_place(best):
+            return best
         for group, _, sinks, _ in self._needs:
             if sinks:
                 best = self._shorter(group, best, self._first_gap(group, min(best, sinks), best))
         return self._last_end(best) if self._needs else best
+
+    def _is_in_place(self, blocks: int) -> bool:
+        """True where the device has all windowed copies that ``blocks`` blocks need: the usual hit, at the cost of a
+        few rows where a search of many positions makes a dozen arrays."""
+        for group, window, sinks, is_state in self._needs:
+            states = self._place.states[group]
+            rows = self._prefix.rows_at(_positions(1 if is_state else window, sinks, blocks))
+            if any(states[row] != READY for row in rows):
+                return False
+        return True
 
     def in_place(self, blocks: int) -> int:
         """Number of the first ``blocks`` blocks (``longest``) that need nothing from the host, windowed copies too."""
