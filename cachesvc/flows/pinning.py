@@ -133,16 +133,6 @@ def require_tier(tier: str) -> None:
         raise InvalidRequest(f"tier {tier!r} is neither 'device' nor 'host'")
 
 
-def distrust(model: Model, why: str) -> None:
-    """Serve nothing of a model until it was verified: a change to it broke half-way. The first reason is kept."""
-    model.distrust(why)
-
-
-def trust(core: Core, model_id: int) -> None:
-    """Put a model back into service after a Verify found it consistent. Raises NotFound."""
-    core.ledger.model(model_id).suspect = ""
-
-
 def evict(core: Core, model_id: int, tier: str, count: int) -> int:
     """Drop up to ``count`` (0: all) unpinned blocks of a model from a tier, in eviction order, without saving them.
 

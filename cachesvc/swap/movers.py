@@ -26,8 +26,7 @@ from cachesvc.memory.interface import Backend, CopyJob, CopyStep, CopyStream, De
 from cachesvc.model.errors import LimitExceeded, Unavailable
 from cachesvc.model.layout import PLANE_ALIGN_BYTES, Layout, slab_strides
 from cachesvc.model.words import Direction, TimelineSlot, Urgency
-from cachesvc.swap.planner import GroupMove, Pool, plan
-from cachesvc.swap.templates import LinkCosts, peer_costs
+from cachesvc.swap.planner import GroupMove, LinkCosts, Pool, peer_costs, plan
 
 
 @dataclass(frozen=True, slots=True)

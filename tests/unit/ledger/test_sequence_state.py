@@ -6,12 +6,11 @@ from itertools import product
 
 import pytest
 
-from cachesvc.flows.allocate import allocate, swap_in, swap_out
+from cachesvc.flows.allocate import allocate, extend, extend_many, refill_stock, swap_in, swap_out
 from cachesvc.flows.core import Turns, refusal_of, require_active
 from cachesvc.flows.match import match
 from cachesvc.flows.publish import publish, publish_many
 from cachesvc.flows.recycle import recycle_many, release
-from cachesvc.flows.stock import extend, extend_many, refill_stock
 from cachesvc.ledger.sequence_state import (
     ACTIVE,
     AWAY,

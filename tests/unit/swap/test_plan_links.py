@@ -7,8 +7,7 @@ import pytest
 from cachesvc_client.layouts.families import gqa
 
 from cachesvc.model.words import Direction
-from cachesvc.swap.planner import plan
-from cachesvc.swap.templates import LinkCosts
+from cachesvc.swap.planner import LinkCosts, plan
 from tests.unit.swap.test_planner import planned, whole_pools
 
 QUIET = LinkCosts(

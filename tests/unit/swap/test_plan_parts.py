@@ -9,8 +9,15 @@ from cachesvc_client.layouts.families import gqa, gqa_windowed
 from cachesvc.memory.arbiter import SLICE_BYTES
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.words import Direction
-from cachesvc.swap.planner import ALL_BUT_FIRST, FIRST_PART_BYTES, FIRST_PART_COPIES, PART_COPIES, GroupMove, plan
-from cachesvc.swap.templates import LinkCosts
+from cachesvc.swap.planner import (
+    ALL_BUT_FIRST,
+    FIRST_PART_BYTES,
+    FIRST_PART_COPIES,
+    PART_COPIES,
+    GroupMove,
+    LinkCosts,
+    plan,
+)
 from tests.unit.swap.test_planner import CHEAP_LINK, whole_pools
 
 

@@ -18,8 +18,7 @@ from cachesvc.memory.interface import CopyStep
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.layout import Geometry, Layout, Plane, PlaneGroup, PlaneSpan, device_geometry, host_geometry
 from cachesvc.model.words import Direction
-from cachesvc.swap.planner import ALL_BUT_FIRST, GroupMove, Pool, plan
-from cachesvc.swap.templates import LinkCosts
+from cachesvc.swap.planner import ALL_BUT_FIRST, GroupMove, LinkCosts, Pool, plan
 
 Bytes = npt.NDArray[np.uint8]
 FREE_COPIES = LinkCosts(per_copy_us=0.0, per_row_ns=0.0, per_step_us=0.0)

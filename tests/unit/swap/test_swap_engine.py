@@ -17,7 +17,7 @@ from cachesvc.model.layout import device_geometry
 from cachesvc.model.words import PagePairs, Transfer, has_reached
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.movers import InProcessMovers, SlotPool
-from cachesvc.swap.templates import LinkCosts
+from cachesvc.swap.planner import LinkCosts
 from tests.sim.stepped_backend import SteppedBackend
 from tests.unit.rigs.swap_rig import (
     DEVICE_PAGES,

@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachesvc.flows.core import Core
-from cachesvc.flows.registration import Registered, RegisterRequest, register
-from cachesvc.flows.sizing import PoolRequest
+from cachesvc.flows.registration import PoolRequest, Registered, RegisterRequest, register
 from cachesvc.ledger.ledger import Ledger
 from cachesvc.memory.cuda import CudaBackend
 from cachesvc.memory.host_pool import HostPool
@@ -291,7 +290,8 @@ def test_what_would_be_left_without_models_is_what_is_left_once_they_are_gone() 
     assert [room.host.free_bytes for room in planned] == sorted(room.host.free_bytes for room in planned)
     for model, room in enumerate(planned):
         if model:
-            store.vault.close_model(model)
+            store.vault.retire(model)
+            store.vault.close_retired()
         assert store.free() == (*room.device_bytes.values(), room.host.free_bytes)
     assert store.free() == (1 << 20, 1 << 20, 8 * HOST_CHUNK_BYTES)
 
@@ -333,7 +333,8 @@ def test_memory_to_which_copies_may_still_write_is_kept(monkeypatch: pytest.Monk
     taken = desk.vault.device_free_bytes(device)
     assert taken < POOL_BYTES
     monkeypatch.setattr(SwapEngine, "hangs", lambda _, number: number == model)
-    desk.vault.close_model(model)
+    desk.vault.retire(model)
+    desk.vault.close_retired()
     assert desk.vault.device_free_bytes(device) == taken
 
 

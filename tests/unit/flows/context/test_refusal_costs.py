@@ -7,13 +7,13 @@ from functools import partial
 import pytest
 
 from cachesvc.flows.allocate import allocate
-from cachesvc.flows.core import resolve, tidy
+from cachesvc.flows.core import resolve, tidy_all
 from cachesvc.flows.make_room import MOST_AWAITED
 from cachesvc.flows.match import match, prefetch
-from cachesvc.flows.pending_writes import MOST_WANTED, want
 from cachesvc.flows.pinning import evict
 from cachesvc.flows.publish import publish
 from cachesvc.flows.recycle import release
+from cachesvc.flows.stored import MOST_WANTED, want
 from cachesvc.model.answers import Matched, Wait
 from cachesvc.model.errors import PoolExhausted
 from cachesvc.model.words import WritePolicy
@@ -62,8 +62,7 @@ def beside_loads(loads: int, blocks: int) -> tuple[int, Wait | PoolExhausted]:
     for ticket in list(rig.mover.transfers):
         del rig.mover.transfers[ticket]
         rig.land_unchecked(ticket)
-    while rig.core.chores:
-        tidy(rig.core.chores)
+    tidy_all(rig.core)
     evict(rig.core, rig.model.id, "device", 0)
     for number in range(loads):
         prefetch(rig.core, call(a, 0.0), chain(number))

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from cachesvc.flows.allocate import allocate, swap_in, swap_out
-from cachesvc.flows.core import Turns, resolve, tidy
+from cachesvc.flows.allocate import allocate, refill_stock, swap_in, swap_out
+from cachesvc.flows.core import Turns, resolve, tidy, tidy_all
 from cachesvc.flows.leases import close_lease, lose_silent, process_gone
 from cachesvc.flows.match import match
 from cachesvc.flows.publish import Publishing, publish
 from cachesvc.flows.recycle import release
-from cachesvc.flows.stock import refill_stock
 from cachesvc.ledger.tickets import TicketState
 from cachesvc.model.answers import Allocated, Matched, Published, Wait
 from cachesvc.model.errors import LeaseLost, LedgerBroken, NotFound, PoolExhausted
@@ -177,8 +176,7 @@ def test_a_lease_is_lost_at_once_and_what_it_holds_in_turns(quiesced: bool) -> N
     assert pool.counts[PageState.QUARANTINED] == (0 if quiesced else 8)
     assert close_lease(rig.core, a, quiesced=quiesced) is None
     process_gone(rig.core, TOKEN + b"a")
-    while rig.core.chores:
-        tidy(rig.core.chores)
+    tidy_all(rig.core)
     rig.check()
     assert rig.free() == [13]
     assert not rig.core.ledger.leases
@@ -250,8 +248,7 @@ def test_blocks_of_a_publish_whose_lease_is_lost_between_turns_stay() -> None:
     process_gone(rig.core, TOKEN + b"a")
     with pytest.raises(LeaseLost):
         flow()
-    while rig.core.chores:
-        tidy(rig.core.chores)
+    tidy_all(rig.core)
     found = rig.run(match, b, 1, chain(*"abcdef"), 0)
     assert isinstance(found, Matched)
     assert found.device_blocks == 4
@@ -355,7 +352,6 @@ def test_a_load_that_failed_is_told_before_anything_of_it_goes() -> None:
         tidy(rig.core.chores)
         rig.check()
     rig.settle()
-    while rig.core.chores:
-        tidy(rig.core.chores)
+    tidy_all(rig.core)
     rig.check()
     assert ticket in ended

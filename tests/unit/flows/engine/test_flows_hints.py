@@ -12,8 +12,7 @@ from cachesvc.flows.allocate import allocate
 from cachesvc.flows.match import match
 from cachesvc.flows.publish import publish
 from cachesvc.flows.recycle import release
-from cachesvc.flows.registration import RegisterRequest, register
-from cachesvc.flows.sizing import PoolRequest
+from cachesvc.flows.registration import PoolRequest, RegisterRequest, register
 from cachesvc.model.answers import Matched
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.words import WritePolicy

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from cachesvc.flows.allocate import allocate
+from cachesvc.flows.allocate import allocate, extend, refill_stock
 from cachesvc.flows.leases import close_lease
 from cachesvc.flows.match import match
 from cachesvc.flows.publish import publish, publish_many
 from cachesvc.flows.recycle import recycle, release
-from cachesvc.flows.stock import extend, refill_stock
 from cachesvc.model.answers import GroupCells, Publishes
 from cachesvc.model.errors import (
     Conflict,

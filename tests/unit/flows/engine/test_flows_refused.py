@@ -9,10 +9,10 @@ import pytest
 from cachesvc.flows import pinning
 from cachesvc.flows.allocate import allocate, swap_in, swap_out
 from cachesvc.flows.core import Limits
+from cachesvc.flows.loads import Sharing
 from cachesvc.flows.match import match, prefetch
 from cachesvc.flows.publish import publish
 from cachesvc.flows.recycle import release
-from cachesvc.flows.replicas import Sharing
 from cachesvc.model.answers import Matched
 from cachesvc.model.errors import LimitExceeded, LoadFailed, PoolExhausted
 from cachesvc.model.words import PageState, WritePolicy

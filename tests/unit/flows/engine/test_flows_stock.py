@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from cachesvc.flows.allocate import allocate
+from cachesvc.flows.allocate import allocate, extend, refill_stock
 from cachesvc.flows.match import match
 from cachesvc.flows.publish import publish
 from cachesvc.flows.recycle import recycle, release
-from cachesvc.flows.stock import extend, refill_stock
 from cachesvc.ledger.pins import Pin
 from cachesvc.model.answers import GroupCells
 from cachesvc.model.layout import Layout

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from cachesvc.flows.allocate import allocate, swap_out
-from cachesvc.flows.core import resolve, tidy
+from cachesvc.flows.allocate import allocate, refill_stock, swap_out
+from cachesvc.flows.core import resolve, tidy_all
 from cachesvc.flows.leases import (
     MOST_MEMBERS,
     attach,
@@ -20,9 +20,7 @@ from cachesvc.flows.leases import (
 )
 from cachesvc.flows.match import match
 from cachesvc.flows.publish import publish
-from cachesvc.flows.registration import RegisterRequest, register
-from cachesvc.flows.sizing import PoolRequest
-from cachesvc.flows.stock import refill_stock
+from cachesvc.flows.registration import PoolRequest, RegisterRequest, register
 from cachesvc.ledger.ledger import LeaseState, first_id
 from cachesvc.model.errors import InvalidRequest, KeyReused, LeaseLost, LimitExceeded, NotFound, Unavailable
 from cachesvc.model.words import PageState
@@ -254,8 +252,7 @@ def test_an_instance_whose_processes_come_and_go_ends_before_all_pages_wait_for_
     fresh = open_lease(rig.core, 1, 0, "engine", WORKER, 2, 1.0, "uuid")
     assert fresh is not held
     close_lease(rig.core, lease, quiesced=True, token=WORKER)
-    while rig.core.chores:
-        tidy(rig.core.chores)
+    tidy_all(rig.core)
     rig.check()
     assert counts(rig) == (6, 2, 0)
 

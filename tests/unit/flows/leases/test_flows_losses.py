@@ -14,8 +14,7 @@ from cachesvc.flows.allocate import allocate
 from cachesvc.flows.core import tidy
 from cachesvc.flows.leases import empty_lost, lose_device
 from cachesvc.flows.match import match
-from cachesvc.flows.registration import RegisterRequest, register
-from cachesvc.flows.sizing import PoolRequest
+from cachesvc.flows.registration import PoolRequest, RegisterRequest, register
 from cachesvc.ledger.ledger import LeaseState
 from cachesvc.model.answers import Matched
 from cachesvc.model.errors import LeaseLost, LoadFailed, NotFound, PoolExhausted

@@ -8,11 +8,10 @@ import pytest
 
 from cachesvc.flows.core import tidy
 from cachesvc.flows.leases import empty_lost, lose_device
-from cachesvc.flows.lend import lend
+from cachesvc.flows.loads import lend
 from cachesvc.flows.match import match
-from cachesvc.flows.pending_writes import want
-from cachesvc.flows.registration import RegisterRequest, register
-from cachesvc.flows.sizing import PoolRequest
+from cachesvc.flows.registration import PoolRequest, RegisterRequest, register
+from cachesvc.flows.stored import want
 from cachesvc.flows.transfers import carry_out
 from cachesvc.ledger.change_log import Cause, Kind
 from cachesvc.ledger.storage_state import LentBlocks

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from cachesvc.flows import pinning
-from cachesvc.flows.core import Limits, tidy
+from cachesvc.flows.core import Limits, tidy_all
 from cachesvc.flows.leases import open_lease, process_arrived, process_gone
 from cachesvc.flows.match import prefetch
-from cachesvc.flows.registration import RegisterRequest, register
-from cachesvc.flows.sizing import PoolRequest
+from cachesvc.flows.registration import PoolRequest, RegisterRequest, register
 from cachesvc.ledger.ledger import Lease
 from cachesvc.model.errors import LimitExceeded
 from cachesvc.model.numbers import most_of, share_of
@@ -184,8 +183,7 @@ def test_processes_share_models_while_both_are_there() -> None:
     assert use_models(desk, 2, range(100, 120)) == 1, "three quarters of what is left"
     lease_on_first(desk, 3)
     process_gone(desk.core, token_of(1))
-    while desk.core.chores:
-        tidy(desk.core.chores)
+    tidy_all(desk.core)
     assert use_models(desk, 2, range(200, 220)) >= 2, "idle models give way"
 
 

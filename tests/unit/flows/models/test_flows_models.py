@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from cachesvc.flows.core import Core
 from cachesvc.flows.leases import open_lease, process_arrived
 from cachesvc.flows.registration import (
+    MAX_POOL_PAGES,
+    STARVED,
+    Budget,
+    PoolRequest,
     Registered,
     RegisterRequest,
-    Registration,
-    begin,
+    claimed,
     find,
     host_pages_arrived,
     register,
+    registering,
 )
-from cachesvc.flows.sizing import MAX_POOL_PAGES, STARVED, Budget, PoolRequest
 from cachesvc.ledger.ledger import Ledger
 from cachesvc.model.errors import Conflict, InvalidRequest, LimitExceeded, PoolExhausted, QuotaExceeded, Unavailable
 from cachesvc.model.layout import Layout, Plane, PlaneGroup, device_bytes
@@ -331,25 +335,33 @@ def ask(name: str, pages: int = 40, host: int = 0) -> RegisterRequest:
     return RegisterRequest(name, one_group(), b"", ("gpu-0",), PoolRequest((pages,)), PoolRequest((host,)))
 
 
+def finished(parts: Generator[Any, Any, Registered], result: Any) -> Registered:
+    """Do the rest of a registration; ``result``: of the work that it has yielded."""
+    try:
+        while True:
+            result = parts.send(result)()
+    except StopIteration as ended:
+        made: Registered = ended.value
+        return made
+
+
 def test_memory_is_touched_only_when_pools_are_made_and_the_model_is_there_at_the_end() -> None:
     desk = Desk()
     old = desk.register("old", 80)
     desk.vault.calls.clear()
-    begun = begin(desk.core, desk.vault, ask("new", host=8))
-    assert isinstance(begun, Registration)
-    begun.plan(desk.vault)
+    parts = registering(desk.core, desk.vault, ask("new", host=8), lambda: 1.0)
+    plan = next(parts)()
     assert (desk.names, desk.vault.calls) == (["old"], [])
-    assert begun.evict(desk.core, desk.vault)
+    reserve = parts.send(plan)
     assert (desk.names, desk.vault.calls) == ([], []), "no lease opens on what will be closed"
     desk.vault.arrived = 2
-    begun.reserve(desk.vault)
-    begun.claim(desk.core)
+    assert parts.send(reserve()) is claimed
     assert (desk.names, desk.vault.calls) == ([], [("open host", 2)])
-    begun.make(desk.vault)
+    pools = next(parts)()
     assert desk.vault.calls[1:] == [("close", old.model.id), ("open replica", 2)]
     assert desk.names == []
     desk.vault.news(2, Run(2, 3))  # between making and entering
-    made = begun.enter(desk.core, desk.vault, 1.0)
+    made = finished(parts, pools)
     assert (desk.names, made.existed) == (["new"], False)
     host_pages_arrived(desk.core, 2, 0, Run(5, 3))
     assert made.model.blocks.host.pools[0].free == 8
@@ -360,25 +372,18 @@ def test_memory_is_touched_only_when_pools_are_made_and_the_model_is_there_at_th
 def test_who_is_in_use_by_the_time_it_would_be_evicted_stays() -> None:
     desk = Desk()
     first, second = desk.register("first", 40), desk.register("second", 40, now=1.0)
-    begun = begin(desk.core, desk.vault, ask("new"))
-    assert isinstance(begun, Registration)
-    begun.plan(desk.vault)
+    parts = registering(desk.core, desk.vault, ask("new"), lambda: 2.0)
+    plan = next(parts)()
     desk.occupy(first)
-    assert not begun.evict(desk.core, desk.vault)
-    begun.plan(desk.vault)
-    assert begun.evict(desk.core, desk.vault)
+    plan = parts.send(plan)()
+    reserve = parts.send(plan)
     assert desk.names == ["first"]
-    begun.reserve(desk.vault)
-    begun.claim(desk.core)
-    begun.make(desk.vault)
-    begun.enter(desk.core, desk.vault, 2.0)
-    begun = begin(desk.core, desk.vault, ask("third", 50))
-    assert isinstance(begun, Registration)
-    begun.plan(desk.vault)
+    finished(parts, reserve())
+    parts = registering(desk.core, desk.vault, ask("third", 50), lambda: 2.0)
+    plan = next(parts)()
     desk.occupy(desk.register("new"))
-    assert not begun.evict(desk.core, desk.vault)
     with pytest.raises(PoolExhausted):
-        begun.plan(desk.vault)
+        parts.send(plan)()
     assert desk.names == ["first", "new"]
     assert desk.closed == [second.model.id]
 

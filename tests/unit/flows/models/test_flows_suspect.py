@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from cachesvc.flows import pinning
 from cachesvc.flows.allocate import allocate
-from cachesvc.flows.core import tidy
+from cachesvc.flows.core import tidy_all
 from cachesvc.flows.leases import lose_silent, open_lease, process_gone
 from cachesvc.flows.match import match
 from cachesvc.flows.publish import publish
 from cachesvc.flows.recycle import release
 from cachesvc.flows.registration import RegisterRequest, register
 from cachesvc.ledger.ledger import LeaseState
-from cachesvc.model.errors import LedgerBroken, NotFound, Unavailable
+from cachesvc.model.errors import LedgerBroken, Unavailable
 from tests.unit.rigs.ledger_rig import TOKEN, Rig, chain, one_group, prefill, rig_of
 
 
@@ -21,8 +20,8 @@ def test_nothing_is_served_of_a_model_out_of_service_until_it_is_trusted() -> No
     rig = rig_of(one_group(), device=(8,))
     a = rig.lease()
     prefill(rig, a, 1, "ab")
-    pinning.distrust(rig.model, "row 7 is not pinned")
-    pinning.distrust(rig.model, "and another thing")
+    rig.model.distrust("row 7 is not pinned")
+    rig.model.distrust("and another thing")
     says = r"model 1 is out of service until it is verified: row 7 is not pinned; go on without the cache"
     calls = ((match, a, 2, chain("a"), 0), (allocate, a, 1, 3), (publish, a, 1, 2, b"", 0), (release, a, 1))
     for flow, *arguments in calls:
@@ -32,10 +31,8 @@ def test_nothing_is_served_of_a_model_out_of_service_until_it_is_trusted() -> No
         open_lease(rig.core, 1, 0, "b", TOKEN + b"a", 0, 0.0)
     with pytest.raises(Unavailable, match=says):
         register(rig.core, rig.vault, RegisterRequest("m", one_group()), 0.0)
-    pinning.trust(rig.core, 1)
+    rig.model.suspect = ""
     assert rig.run(match, a, 2, chain(*"ab"), 0).device_blocks == 2
-    with pytest.raises(NotFound):
-        pinning.trust(rig.core, 77)
 
 
 def broken(rig: Rig, lease: str) -> None:
@@ -53,8 +50,7 @@ def test_a_lease_whose_end_breaks_is_lost_and_takes_its_model_out_of_service_and
     assert set(lose_silent(rig.core, 10.0, 60.0)) == {a, b}
     leases = rig.core.ledger.leases
     assert [leases[lease].state for lease in (a, b)] == [LeaseState.QUARANTINED] * 2
-    while rig.core.chores:
-        tidy(rig.core.chores)
+    tidy_all(rig.core)
     assert "is not pinned" in rig.model.suspect
     assert leases[b].sequences == {}
     process_gone(rig.core, TOKEN + b"a")

@@ -8,9 +8,9 @@ from functools import partial
 from cachesvc.flows import expected as flow
 from cachesvc.flows.core import Promise
 from cachesvc.flows.leases import process_arrived
+from cachesvc.flows.loads import Sharing
 from cachesvc.flows.match import match
 from cachesvc.flows.recycle import release
-from cachesvc.flows.replicas import Sharing
 from cachesvc.ledger.ledger import Model
 from cachesvc.model.answers import Expected, Matched, Wait
 from cachesvc.model.numbers import Party

@@ -5,9 +5,8 @@ from __future__ import annotations
 from cachesvc.flows import pinning
 from cachesvc.flows.core import tidy
 from cachesvc.flows.leases import close_lease
-from cachesvc.flows.pending_writes import want
-from cachesvc.flows.presence import FORGOTTEN_A_TURN, forget, forget_all
 from cachesvc.flows.registration import evict_model
+from cachesvc.flows.stored import FORGOTTEN_A_TURN, forget, forget_all, want
 from cachesvc.ledger.change_log import Cause, Kind
 from cachesvc.model.words import KEY_BYTES, WritePolicy
 from cachesvc.questions.explanation import Feed, explain

@@ -11,11 +11,11 @@ import pytest
 from cachesvc.flows.core import TURN
 from cachesvc.flows.fetch import PEEKED_BLOCKS
 from cachesvc.flows.leases import close_lease
+from cachesvc.flows.loads import Sharing
 from cachesvc.flows.match import match, prefetch
-from cachesvc.flows.pending_writes import want
 from cachesvc.flows.recycle import release
-from cachesvc.flows.replicas import Sharing
-from cachesvc.flows.sizing import idle_models
+from cachesvc.flows.registration import idle_models
+from cachesvc.flows.stored import want
 from cachesvc.ledger.change_log import Cause
 from cachesvc.model.answers import Matched, Wait
 from cachesvc.model.layout import Layout, Plane, PlaneGroup

@@ -6,9 +6,9 @@ import pytest
 
 from cachesvc.flows.allocate import allocate, swap_out
 from cachesvc.flows.match import match
-from cachesvc.flows.pending_writes import want
 from cachesvc.flows.registration import evict_model
 from cachesvc.flows.storage_writes import KEPT_A_TURN, pump_all
+from cachesvc.flows.stored import want
 from cachesvc.model.errors import PoolExhausted
 from cachesvc.model.words import ABSENT, WritePolicy
 from tests.unit.rigs.ledger_rig import prefill, serve, windowed

@@ -7,10 +7,9 @@ from string import ascii_letters
 import pytest
 
 from cachesvc.flows.match import match
-from cachesvc.flows.pending_writes import want
-from cachesvc.flows.presence import MOST_USED, spread_all
 from cachesvc.flows.recycle import release
 from cachesvc.flows.storage_writes import STAGED_AT_ONCE, begin_flush, go_on, waiting
+from cachesvc.flows.stored import MOST_USED, spread_all, want
 from cachesvc.ledger.tier_copies import NO_ROW
 from cachesvc.model.words import WritePolicy
 from tests.unit.rigs.ledger_rig import chain, prefill, serve

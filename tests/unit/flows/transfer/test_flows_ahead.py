@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from cachesvc.flows.allocate import allocate
-from cachesvc.flows.core import Turns, tidy
+from cachesvc.flows.allocate import allocate, refill_stock
+from cachesvc.flows.core import Turns, tidy, tidy_all
 from cachesvc.flows.match import match
 from cachesvc.flows.publish import publish
 from cachesvc.flows.recycle import release
-from cachesvc.flows.stock import refill_stock
 from cachesvc.flows.transfers import note_load
 from cachesvc.model.answers import Allocated, Wait
 from cachesvc.model.errors import IllegalMove, PoolExhausted
@@ -163,10 +162,9 @@ def test_a_model_that_goes_ends_it() -> None:
     serve(rig, a, 2, "ijklmnop")
     rig.settle()
     rig.model.suspect = "broken"
-    while rig.core.chores:
-        tidy(rig.core.chores)
+    tidy_all(rig.core)
     assert rig.free() == [0]
-    assert not rig.model.replicas[0].is_making_room
+    assert not rig.core.busy
 
 
 def test_it_is_begun_again_once_the_model_that_broke_is_sound() -> None:

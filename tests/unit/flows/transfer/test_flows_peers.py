@@ -11,10 +11,10 @@ from cachesvc.flows import pinning
 from cachesvc.flows.allocate import allocate
 from cachesvc.flows.core import Limits
 from cachesvc.flows.leases import close_lease
+from cachesvc.flows.loads import Sharing
 from cachesvc.flows.match import match, prefetch
 from cachesvc.flows.publish import publish
 from cachesvc.flows.recycle import release
-from cachesvc.flows.replicas import Sharing
 from cachesvc.model.answers import Matched, Wait
 from cachesvc.model.errors import PoolExhausted
 from cachesvc.model.words import Direction, Urgency

@@ -8,7 +8,7 @@ import pytest
 
 from cachesvc.flows import pinning
 from cachesvc.flows.allocate import allocate
-from cachesvc.flows.core import TURN, tidy
+from cachesvc.flows.core import TURN, tidy, tidy_all
 from cachesvc.flows.leases import lose
 from cachesvc.flows.match import match
 from cachesvc.flows.recycle import release
@@ -50,8 +50,7 @@ def turns_of(rig: Rig, lease: str, blocks: int = len(PROMPT)) -> tuple[list[int]
 
 def settled(rig: Rig, lease: str) -> tuple[int, int]:
     rig.settle()
-    while rig.core.chores:
-        tidy(rig.core.chores)
+    tidy_all(rig.core)
     rig.check()
     sequence = rig.core.ledger.leases[lease].sequences[1]
     return sequence.sealed, sum(page != NO_PAGE for page in sequence.tables[0])
@@ -91,8 +90,7 @@ def test_a_part_that_fails_is_told_by_the_answer() -> None:
     assert isinstance(rig.once(allocate, a, 1, len(PROMPT)), Wait)
     [part] = rig.mover.transfers
     rig.land(part, "broken")
-    while rig.core.chores:
-        tidy(rig.core.chores)
+    tidy_all(rig.core)
     begun, answer = turns_of(rig, a)
     assert begun == [len(PROMPT)]
     [ticket] = answer.tickets
@@ -121,11 +119,9 @@ def test_a_call_that_ends_between_its_turns_leaves_a_prefix_and_keeps_nothing(en
         rig.run(release, a, 1)
     else:
         lose(rig.core, rig.core.ledger.leases[a], "by order")
-        while rig.core.chores:
-            tidy(rig.core.chores)
+        tidy_all(rig.core)
     rig.settle()
-    while rig.core.chores:
-        tidy(rig.core.chores)
+    tidy_all(rig.core)
     rig.check()
     assert rig.device_keys() == {chain(*PROMPT)[at : at + 32] for at in range(0, 32 * PART, 32)}
     assert not rig.place().reservations
@@ -136,8 +132,7 @@ def test_a_call_that_was_given_up_goes_on_with_what_it_has_begun() -> None:
     rig, a = loading()
     assert isinstance(rig.once(allocate, a, 1, len(PROMPT)), Wait)
     rig.settle()
-    while rig.core.chores:
-        tidy(rig.core.chores)
+    tidy_all(rig.core)
     begun, answer = turns_of(rig, a)
     assert (begun, len(answer.tickets)) == ([3, 2], 2)
     assert settled(rig, a) == (len(PROMPT), len(PROMPT))

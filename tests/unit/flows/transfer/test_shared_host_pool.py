@@ -6,14 +6,12 @@ from functools import partial
 
 import pytest
 
-from cachesvc.flows.allocate import allocate
-from cachesvc.flows.core import tidy
-from cachesvc.flows.loads import back_up_copies
+from cachesvc.flows.allocate import allocate, refill_stock
+from cachesvc.flows.core import tidy_all
+from cachesvc.flows.loads import back_up, back_up_copies
 from cachesvc.flows.match import match
 from cachesvc.flows.publish import Publishing, publish
 from cachesvc.flows.recycle import release
-from cachesvc.flows.replicas import back_up
-from cachesvc.flows.stock import refill_stock
 from cachesvc.flows.transfers import carry_out, store_pairs, submit
 from cachesvc.ledger.tier_copies import NO_ROW
 from cachesvc.model.answers import GroupCells
@@ -44,8 +42,7 @@ def test_a_state_goes_to_the_host_with_its_block_or_after_it() -> None:
     row = sequence.anchor
     assert rig.host.states[STATE][row] == ABSENT
     rig.settle()
-    while rig.core.chores:
-        tidy(rig.core.chores)
+    tidy_all(rig.core)
     rig.settle()
     assert rig.host.states[STATE][row] == READY
     rig.run(publish, lease, 1, 4, b"", 0, None, (GroupCells(STATE, 2, (later,)),))
