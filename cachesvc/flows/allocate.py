@@ -1,4 +1,4 @@
-"""Growth of a sequence: Allocate (what lies on the host starts to load, the rest is fresh and private), swap, the stock."""
+"""Growth of a sequence: Allocate (what lies on the host is loaded, the rest is fresh and private), swap, the stock."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from cachesvc.ledger.sequence_state import (
 from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.model.answers import Growth, Publishes, Wait
 from cachesvc.model.errors import Conflict, LedgerBroken, LoadFailed, NotFound
-from tests.unit.flows.engine.test_flows_refused import hosted
+from tests.unit.flows.engine.test_flows_stock import hosted
 from tests.unit.flows.engine.test_flows_swap import half_published
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, rig_of
 
