@@ -268,9 +268,12 @@ def _leave(core: Core, lease: Lease, token: bytes, *, quiesced: bool) -> Wait | 
 
 
 def _go_on_without(core: Core, lease: Lease, number: int | None, *, at_once: bool = True) -> None:
-    """A process has left a lease that lives on; ``number``: as a member."""
+    """A process has left a lease that lives on with others; ``number``: as a member, whose sequences end, and whose
+    stock goes back."""
     if number is not None:
-        end_member(core, lease, number, at_once=at_once)
+        mine = [sequence for sequence in lease.sequences if member_of(sequence) == number]
+        go_on = partial(_end_left, core, lease, number, mine)
+        core.begin(lease.model, go_on, at_once=at_once, party=lease.party)
     free_unwritten(core, lease, at_once=at_once and number is None)
 
 
@@ -331,13 +334,6 @@ def free_quarantine(core: Core, lease: Lease, *, at_once: bool = True) -> None:
     stays."""
     lease.is_quiet = True
     _end_holds(core, lease, at_once=at_once)
-
-
-def end_member(core: Core, lease: Lease, number: int, *, at_once: bool = True) -> None:
-    """A process has left a lease that lives on with others: its sequences end, and its stock goes back."""
-    mine = [sequence for sequence in lease.sequences if member_of(sequence) == number]
-    go_on = partial(_end_left, core, lease, number, mine)
-    core.begin(lease.model, go_on, at_once=at_once, party=lease.party)
 
 
 def free_unwritten(core: Core, lease: Lease, *, at_once: bool = True) -> None:

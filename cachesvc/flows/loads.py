@@ -217,16 +217,13 @@ def _nearest(core: Core, model: Model, replica: Replica, missing: list[array[int
     if not missing[replica.place.lead]:
         return nearest, best
     for other in model.replicas:
-        if other is replica or other.gone or not _has_all(other.place, missing):
+        parts = ((other.place.states_of(group, rows) == READY).all() for group, rows in enumerate(missing) if rows)
+        if other is replica or other.gone or not all(parts):
             continue
         rate = core.mover.peer_rate(model.id, other.id, replica.id)
         if rate > best:
             nearest, best = other, rate
     return nearest, best
-
-
-def _has_all(place: Place, missing: Seq[array[int]]) -> bool:
-    return all(bool((place.states_of(group, rows) == READY).all()) for group, rows in enumerate(missing) if rows)
 
 
 def load_from(core: Core, call: Call, loads: Loads, source: Replica, tip: int, urgency: Urgency) -> Ticket:

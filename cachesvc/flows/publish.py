@@ -323,7 +323,12 @@ def _commit_new(core: Core, call: Call, fresh: NewBlocks, named: NamedStates | N
     if core.writing.copies_when_sealed:  # by one transfer: each costs more than its block
         kept = [path for each, path in zip(sequences, paths, strict=True) if each.retention != RequestHint.ONCE]
         back_up(core, model, replica, list(chain.from_iterable(kept)))
-    _note_new(core, call, keys, paths)
+    model.reuse.computed_all(keys)
+    model.reuse.published += len(keys)
+    for listener in core.on_sealed:
+        for path in paths:
+            listener(model.id, replica.id, path[-1], len(path))
+    core.count(Count.PUBLISHED_BLOCKS, len(keys))
     return [sequence.sealed for sequence in sequences]
 
 
@@ -336,18 +341,18 @@ def _commit_known(core: Core, call: Call, known: Known, named: NamedStates | Non
     new = [keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at, row in enumerate(ready) if row == NO_ROW]
     _note_sealing(core, call, keys, ready)
     retention, blocks = RequestHint(sequence.retention), replica.place.pools[replica.place.lead].usable
-    stamp = partial(_hinted_stamp, core, retention, blocks)
-    sealed = sequence.seal(keys, ready, stamp, _take_reuses(model, new))
+    sealed = sequence.seal(
+        keys, ready, lambda: hinted(core.ledger.stamp(), retention, blocks), _take_reuses(model, new)
+    )
     if named is not None:
         seal_states(core, call, sequence, named)
     if sealed.rows and core.writing.copies_when_sealed and retention is not RequestHint.ONCE:
         back_up(core, model, replica, sealed.rows)
-    _note_known(core, call, sequence, len(ready), sealed)
+    for listener in core.on_sealed if sequence.anchor != NO_ROW else ():
+        listener(model.id, replica.id, sequence.anchor, len(ready))
+    core.count(Count.PUBLISHED_BLOCKS, len(sealed.rows))
+    core.count(Count.DUPLICATE_BLOCKS, len(sealed.doubles))
     return _answer(sequence, sealed, pending)
-
-
-def _hinted_stamp(core: Core, retention: RequestHint, blocks: int) -> int:
-    return hinted(core.ledger.stamp(), retention, blocks)
 
 
 def _restamp(place: Place, sequences: Iterable[OpenSequence], paths: Iterable[Sequence[int]]) -> None:
@@ -388,17 +393,6 @@ def _answer(sequence: OpenSequence, sealed: Sealed, pending: bool) -> Published:
     return Published(sequence.sealed, tuple(doubles), duplicates, spares, pending)
 
 
-def _note_new(core: Core, call: Call, keys: Sequence[bytes], paths: Sequence[Sequence[int]]) -> None:
-    """Blocks under ``keys`` that were new have been sealed, in the rows ``paths`` of their sequences."""
-    model = call.model
-    model.reuse.computed_all(keys)
-    model.reuse.published += len(keys)
-    for listener in core.on_sealed:
-        for path in paths:
-            listener(model.id, call.replica.id, path[-1], len(path))
-    core.count(Count.PUBLISHED_BLOCKS, len(keys))
-
-
 def _note_sealing(core: Core, call: Call, keys: bytes, rows: Sequence[int]) -> None:
     """Blocks in ``rows`` (NO_ROW: a new one), under packed ``keys``, are about to be sealed: count what was computed,
     and what for the second time."""
@@ -414,14 +408,6 @@ def _note_sealing(core: Core, call: Call, keys: bytes, rows: Sequence[int]) -> N
             tier = Tier.HOST if host.is_present(row) else Tier.DEVICE
             reuse.computed_again(tier.value, Miss.ELSEWHERE)
     reuse.published += len(rows)
-
-
-def _note_known(core: Core, call: Call, sequence: OpenSequence, blocks: int, sealed: Sealed) -> None:
-    """Blocks of a sequence have been sealed, ``blocks`` with those that others had sealed first."""
-    for listener in core.on_sealed if sequence.anchor != NO_ROW else ():
-        listener(call.model.id, call.replica.id, sequence.anchor, blocks)
-    core.count(Count.PUBLISHED_BLOCKS, len(sealed.rows))
-    core.count(Count.DUPLICATE_BLOCKS, len(sealed.doubles))
 
 
 class NamedState(NamedTuple):

@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import islice
 
 from cachesvc.flows.core import Core, Count, next_slice
 from cachesvc.ledger.change_log import STORAGE, Cause, Kind, packed
@@ -180,13 +179,13 @@ def forget(core: Core, model_id: int, keys: Iterable[bytes]) -> None:
     """Storage has let go of blocks; they may be written again. What takes more than a turn goes on as a chore."""
     model = core.ledger.models.get(model_id)
     if model is not None:
-        core.begin(model_id, partial(_forget_some, model, iter(list(keys))))
+        core.begin(model_id, partial(next_slice, _forgetting(model, list(keys))))
 
 
 def forget_all(core: Core, model: Model) -> None:
     """Storage has let go of all that it had of a model, as ``forget``. What is written meanwhile may be forgotten too,
     and is written once more."""
-    core.begin(model.id, partial(_forget_some, model, _oldest(model.stored.written)))
+    core.begin(model.id, partial(next_slice, _forgetting(model, _oldest(model.stored.written))))
 
 
 def _oldest(written: OrderedDict[bytes, float]) -> Iterator[bytes]:
@@ -197,13 +196,11 @@ def _oldest(written: OrderedDict[bytes, float]) -> Iterator[bytes]:
         yield next(iter(written))
 
 
-def _forget_some(model: Model, keys: Iterator[bytes]) -> bool:
-    """A turn of it; True when none is left."""
-    count = 0
-    for key in islice(keys, FORGOTTEN_A_TURN):
+def _forgetting(model: Model, keys: Iterable[bytes]) -> Iterator[None]:
+    for count, key in enumerate(keys, 1):
         note_unstored(model, key)
-        count += 1
-    return count < FORGOTTEN_A_TURN
+        if count % FORGOTTEN_A_TURN == 0:
+            yield
 
 
 # Uses of blocks in memory, passed down to storage in batches: recency of the copy below, and what is worth writing.
@@ -256,8 +253,9 @@ def spread(core: Core, model: Model) -> Iterator[None]:
         path = model.blocks.index.path(row)
         stored = _stored_blocks(core, model, path)
         if stored:
-            deepest = path[stored - 1]
-            uses.append(Use(model.blocks.index.key_of(deepest), _queue_of(model, deepest), hits))
+            deepest, chooser = path[stored - 1], model.blocks.chooser
+            queue = 0 if chooser is None else chooser.queue_of(model.blocks.index.segments[deepest])
+            uses.append(Use(model.blocks.index.key_of(deepest), queue, hits))
             note_stored(model, model.blocks.index.key_of(deepest))
         if storage.keeps_all or (hits and storage.keeps_used):
             yield from _want_more(core, model, key, stored, hits)
@@ -265,11 +263,6 @@ def spread(core: Core, model: Model) -> Iterator[None]:
             yield
     if core.storage is not None and uses:
         core.storage.used(model, uses)
-
-
-def _queue_of(model: Model, row: int) -> int:
-    chooser = model.blocks.chooser
-    return 0 if chooser is None else chooser.queue_of(model.blocks.index.segments[row])
 
 
 def _stored_blocks(core: Core, model: Model, path: array[int]) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 
-from cachesvc.flows.core import Core, Count
+from cachesvc.flows.core import Core, Count, next_slice
 from cachesvc.flows.stored import came_to_host, did_not_come, is_about_to_leave, was_used
 from cachesvc.ledger.block_ledger import Filling, forget_bare
 from cachesvc.ledger.ledger import Model, Replica
@@ -270,8 +270,8 @@ def _settle_rest(core: Core, ticket: Ticket) -> None:
         ticket.room.top_up()
     ticket.forget_parts()
     remember_dropped(core, model)
-    if ticket.direction is Direction.LOAD:
-        unstage_all(core, model)
+    if ticket.direction is Direction.LOAD and model.stored.landed:
+        core.begin(model.id, partial(next_slice, _unstaging(core, model)))
     look_ahead(core, model, replica)
 
 
@@ -338,20 +338,14 @@ def unstage(model: Model, key: bytes) -> int:
     return len(run)
 
 
-def unstage_all(core: Core, model: Model) -> None:
-    """A load has ended: free what it no longer needs on the host, as a background task."""
-    if model.stored.landed:
-        core.begin(model.id, partial(_unstage_some, core, model, iter(list(model.stored.landed))))
-
-
-def _unstage_some(core: Core, model: Model, keys: Iterator[bytes]) -> bool:
-    """A turn of it; True when all were looked at."""
+def _unstaging(core: Core, model: Model) -> Iterator[None]:
+    """Free what ended loads no longer need on the host."""
     left = core.turns.evicted
-    for key in keys:
+    for key in list(model.stored.landed):
         left -= max(1, unstage(model, key))
         if left <= 0:
-            return False
-    return True
+            yield
+            left = core.turns.evicted
 
 
 # Room made ahead: a few device pages are kept free, so that a short load and a request's first blocks find theirs.

@@ -557,7 +557,8 @@ def _step_sizes(
         yield from (size for _ in range(0, max(1, layers), size))
         return
     yield 1
-    yield from _rising(_smallest_good_step(moves, runs, present, costs), layers)[1:]
+    sides = tuple((Same(move.device.geometry), Same(move.host.geometry)) for move in moves)
+    yield from _rising(_step_of(sides, tuple(run.about() for run in runs), present, costs), layers)[1:]
 
 
 def _rising(largest: int, layers: int) -> list[int]:
@@ -617,20 +618,12 @@ def _copies_a_page(pieces: Sequence[tuple[Piece, Piece]], runs: Runs, costs: Lin
     return sum(way_of(shape, length, costs, when)[2] for _, shape in pieces) / length
 
 
-def _smallest_good_step(
-    moves: Sequence[GroupMove], runs: Sequence[Runs], present: tuple[int, ...], costs: LinkCosts
-) -> int:
-    """Fewest layers a step (1, 2, 4, ...) that are good enough. Remembered by about how many runs there are of about
-    what length: one choice takes longer than all the rest of a plan."""
-    sides = tuple((Same(move.device.geometry), Same(move.host.geometry)) for move in moves)
-    return _step_of(sides, tuple(run.about() for run in runs), present, costs)
-
-
 @lru_cache(maxsize=KEPT_CHOICES)
 def _step_of(
     sides: tuple[tuple[Same, Same], ...], runs: tuple[tuple[int, int], ...], present: tuple[int, ...], costs: LinkCosts
 ) -> int:
-    """``runs[i]``: how many of what length of the pages on ``sides[i]``."""
+    """Fewest layers a step (1, 2, 4, ...) that are good enough. ``runs[i]``: about how many of about what length of the
+    pages on ``sides[i]``, so that a choice is remembered: one takes longer than all the rest of a plan."""
     layers = len(present)
     lost = {size: _lost_us(sides, runs, present, [size] * -(-layers // size), costs) for size in _doublings(layers)}
     ideal_us = (
