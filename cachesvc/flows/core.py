@@ -102,13 +102,19 @@ class Slices(Generic[Answer]):
     def has_begun(self) -> bool:
         return self._flow is not None
 
-    def run(self, call: Call, begin: Callable[[], Generator[Wait, Call, Answer]]) -> Answer | Wait:
-        """Run the flow up to its next wait, or to its answer. Raises what it raises."""
+    def begin(self, flow: Generator[Wait, Call, Answer]) -> Answer | Wait:
+        """Run a flow up to its first wait, or to its answer. Raises what it raises."""
+        self._flow = flow
+        return self._step(partial(next, flow))
+
+    def go_on(self, call: Call) -> Answer | Wait:
+        """Run the flow that has begun up to its next wait, or to its answer. Raises what it raises."""
+        assert self._flow is not None
+        return self._step(partial(self._flow.send, call))
+
+    def _step(self, step: Callable[[], Wait]) -> Answer | Wait:
         try:
-            if self._flow is None:
-                self._flow = begin()
-                return next(self._flow)
-            return self._flow.send(call)
+            return step()
         except StopIteration as ended:
             answer: Answer = ended.value
             return answer

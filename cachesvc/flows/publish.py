@@ -69,14 +69,15 @@ def publish(
     sealed by then, and that more is to be published. Raises Conflict (out of turn, or sealed already), NotOwned (no
     page there), InvalidRequest (keys that contradict those known), KeyMisplaced, LoadFailed.
     """
+    if publishing is not None and publishing.has_begun:
+        return publishing.go_on(call)
     count = blocks or len(keys) // KEY_BYTES
     whole = Publishes((sequence_id,), (first_block,), (0, count), keys)
     if not states:
         _check_count(call, keys, count)
-        if publishing is None or (count <= _most(core, call) and not publishing.has_begun):
+        if publishing is None or count <= _most(core, call):
             return _publish(core, call, whole, None)
-    publishing = publishing or Publishing()
-    return publishing.run(call, lambda: _in_slices(core, call, whole, states))
+    return (publishing or Publishing()).begin(_in_slices(core, call, whole, states))
 
 
 def _check_count(call: Call, keys: bytes, count: int) -> None:

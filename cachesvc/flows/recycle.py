@@ -7,7 +7,6 @@ ended: a step in flight looks back from there on, so its pages stay.
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Container, Generator
 from collections.abc import Sequence as Seq
@@ -51,20 +50,8 @@ def recycle(
     error only when ``computed_tokens`` is set; pages alone may be stock.
     Raises NotOwned (nothing is freed then), InvalidRequest (a page that is still in a full group's table), NotFound.
     """
-    most = sys.maxsize if recycling is None else most_positions(core)
-    recycling = recycling or Recycling()
-    return recycling.run(call, lambda: _in_slices(call, sequence_id, computed_tokens, pages, dead_blocks, most))
-
-
-def _in_slices(
-    call: Call,
-    sequence_id: int,
-    computed_tokens: int,
-    pages: tuple[GroupCells, ...],
-    dead_blocks: tuple[int, ...],
-    most: int,
-) -> Generator[Wait, Call, Recycled]:
-    """Free the named pages, and then the windows, ``most`` positions in each slice."""
+    if recycling is not None and recycling.has_begun:
+        return recycling.go_on(call)
     model, groups = call.model, call.replica.place.window_groups
     sequence = call.lease.sequences.get(sequence_id)
     dead_of = dict(zip(groups, dead_blocks, strict=False))
@@ -78,23 +65,34 @@ def _in_slices(
         _check_computed(model, sequence, computed_tokens, dead_blocks)
     _free_named(call, sequence, named)
     freed = sum(len(stock) + len(own) for _, stock, own in named)
-    left = most
     if sequence is None or not is_due:
         return Recycled(freed, () if sequence is None else tuple(sequence.cursors.values()))
-    for group in groups:
-        dead = dead_of.get(group) or _dead_blocks(model, group, computed_tokens)
+    dead = {group: dead_of.get(group) or _dead_blocks(model, group, computed_tokens) for group in groups}
+    if recycling is not None:
+        return recycling.begin(_in_slices(call, sequence_id, dead, freed, most_positions(core)))
+    for group, until in dead.items():
+        freed += sequence.recycle(group, until)
+    return Recycled(freed, tuple(sequence.cursors.values()))
+
+
+def _in_slices(
+    call: Call, sequence_id: int, dead: dict[int, int], freed: int, most: int
+) -> Generator[Wait, Call, Recycled]:
+    """Free the first ``dead[g]`` blocks of windowed groups, ``most`` positions a slice. ``freed``: pages so far."""
+    sequence, left = call.lease.sequences[sequence_id], most
+    for group, last in dead.items():
         while True:
             cursor = sequence.cursors[group]
-            until = min(dead, cursor + max(left, 0))
+            until = min(last, cursor + max(left, 0))
             freed += sequence.recycle(group, until)
             left -= max(0, until - cursor)
-            if until >= dead:
+            if until >= last:
                 break
             call = yield LAST_TURNS
-            sequence = call.lease.sequences.get(sequence_id)
-            if sequence is None or sequence.state not in RECYCLES:
+            again = call.lease.sequences.get(sequence_id)
+            if again is None or again.state not in RECYCLES:
                 return Recycled(freed, ())  # another call came between the slices
-            left = most
+            sequence, left = again, most
     return Recycled(freed, tuple(sequence.cursors.values()))
 
 
