@@ -48,7 +48,7 @@ from cachesvc.service.rpc.edge import Edge
 from cachesvc.service.rpc.event_service import EventService
 from cachesvc.service.rpc.services import CacheService, EngineService, LeaseService
 from cachesvc.storages import Storages
-from cachesvc.swap.engine import SwapEngine, TransferEnds
+from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
 from cachesvc.wire.status import LIFE_SUFFIX
@@ -236,11 +236,11 @@ class Calls(NamedTuple):
 
 def _base(config: Config, hardware: Hardware) -> Base:
     telemetry = Telemetry(config.metrics_listen, config.otlp_endpoint, __version__, os.environ)
-    ended, epoch = TransferEnds(), secrets.randbits(63)
-    engine = SwapEngine(hardware.movers, ended.tell, tracer=telemetry.tracer)
+    epoch = secrets.randbits(63)
+    engine = SwapEngine(hardware.movers, tracer=telemetry.tracer)
     core = _core(config, engine, epoch)
     node = Node(core, epoch=epoch, wait_seconds=config.wait_seconds, lease_seconds=config.lease_seconds)
-    ended.connect(node.on_transfer_done)
+    engine.on_done = node.on_transfer_done
     hardware.tell_losses(node.on_device_lost)
     memory, nodes, in_files = hardware.backend, hardware.nodes, hardware.has_processes
     sizes, storages = (config.host_pool, config.host_chunk, config.host_threads), Storages(config)

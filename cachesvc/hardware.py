@@ -7,7 +7,7 @@ import errno
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from cachesvc.mover.processes import MoverProcesses
 from cachesvc.mover.records import Settings
 from cachesvc.service.host.device_health import DeviceLine
 from cachesvc.swap.movers import InProcessMovers
-from cachesvc.swap.templates import H100_COSTS, LinkCosts, costs_of
+from cachesvc.swap.planner import H100_COSTS, LinkCosts, costs_of
 from cachesvc.telemetry import events
 from gpu_ops.calibration import BUFFER_BYTES, LinkFigures, calibrate
 from gpu_ops.driver import CudaError, CudaMissing
@@ -234,7 +234,7 @@ def link_costs(config: Config, gpus: tuple[Gpu, ...], tell: Callable[[DeviceLine
             figured.append(figures)
     if not figured:
         return H100_COSTS if gpus else LinkCosts()
-    return costs_of(min(figured, key=lambda figures: figures.load_bytes_per_us))
+    return costs_of(asdict(min(figured, key=lambda figures: figures.load_bytes_per_us)))
 
 
 WAYS_IN = (

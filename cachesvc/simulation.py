@@ -17,16 +17,16 @@ from cachesvc.flows.core import (
     Core,
     Limits,
     Turns,
-    tidy,
+    tidy_all,
 )
 from cachesvc.flows.fetch import fetched
 from cachesvc.flows.leases import open_lease, process_arrived
+from cachesvc.flows.loads import Sharing
 from cachesvc.flows.match import match
-from cachesvc.flows.presence import forget, spread_all
 from cachesvc.flows.publish import publish
 from cachesvc.flows.recycle import recycle, release
-from cachesvc.flows.replicas import Sharing
 from cachesvc.flows.storage_writes import begin_flush, begin_soon, go_on, kept, pump_all
+from cachesvc.flows.stored import forget, spread_all
 from cachesvc.flows.transfers import land
 from cachesvc.ledger.block_ledger import BlockLedger
 from cachesvc.ledger.ledger import Ledger, Model, Replica
@@ -219,8 +219,7 @@ class _Instantly:
         """End all transfers, and do what is due at their end."""
         while self._landing:
             land(core, self._landing.popleft(), DONE)
-        while core.chores:
-            tidy(core.chores)
+        tidy_all(core)
 
 
 def _most_blocks(pools: SimulatedPools) -> int:

@@ -24,8 +24,7 @@ from benchmarks.support.machine import describe_machine
 from benchmarks.support.recording import write_result
 from cachesvc.__main__ import SWITCH_SECONDS
 from cachesvc.flows.leases import lose_silent, process_gone
-from cachesvc.flows.registration import RegisterRequest, evict_model
-from cachesvc.flows.sizing import PoolRequest
+from cachesvc.flows.registration import PoolRequest, RegisterRequest, evict_model
 from cachesvc.model.layout import Layout
 from cachesvc.questions.audit import verify
 from cachesvc.questions.dump import dump

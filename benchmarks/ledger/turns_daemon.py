@@ -17,8 +17,7 @@ from cachesvc.config import Config
 from cachesvc.daemon import DaemonParts, build
 from cachesvc.flows.leases import process_arrived
 from cachesvc.flows.pinning import evict
-from cachesvc.flows.registration import RegisterRequest
-from cachesvc.flows.sizing import PoolRequest
+from cachesvc.flows.registration import PoolRequest, RegisterRequest
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import KEY_BYTES
 from cachesvc.service.access.auth import EVERYONE

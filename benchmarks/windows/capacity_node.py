@@ -7,8 +7,7 @@ from typing import TypeVar
 
 from cachesvc.flows.core import Core, Limits, resolve
 from cachesvc.flows.leases import open_lease, process_arrived
-from cachesvc.flows.registration import RegisterRequest, register
-from cachesvc.flows.sizing import PoolRequest
+from cachesvc.flows.registration import PoolRequest, RegisterRequest, register
 from cachesvc.flows.transfers import land
 from cachesvc.ledger.ledger import Ledger
 from cachesvc.ledger.tier_copies import Place
@@ -20,6 +19,7 @@ from cachesvc.model.words import DONE, Run, TimelineSlot, Transfer, WritePolicy
 from cachesvc.policy.eviction import WriteRule, eviction_policy
 from cachesvc.questions.audit import verify_at_once
 from cachesvc.swap.movers import Headroom
+from cachesvc.swap.vault import Vault
 
 Answer = TypeVar("Answer")
 TOKEN = b"capacity-process"
@@ -36,7 +36,7 @@ class InstantMover:
         self.arrived.append(transfer.ticket)
         return TimelineSlot(0, 1, 0, 1)
 
-    def free_slots(self, model_id: int, replica_id: int) -> int:  # noqa: ARG002 - a protocol's
+    def free_slots(self, model_id: int, replica_id: int) -> int:  # noqa: ARG002
         """All bytes are there at once, so there is always one."""
         return 1
 
@@ -55,7 +55,7 @@ class InstantMover:
         """Nothing is slow here."""
 
 
-class CountedVault:
+class CountedVault(Vault):
     """A pool of bytes that are only counted. There is no host tier, and models stay."""
 
     def __init__(self, device_bytes: int) -> None:
@@ -66,7 +66,7 @@ class CountedVault:
         """One device."""
         return tuple(self.left)
 
-    def headroom(self, without: Sequence[int] = ()) -> Headroom:  # noqa: ARG002 - a protocol's
+    def headroom(self, without: Collection[int] = ()) -> Headroom:  # noqa: ARG002
         """Remaining headroom."""
         return Headroom(self.left, FreeRanges(()), self.capacity, 0)
 
@@ -97,10 +97,8 @@ class CountedVault:
         """Nothing is ever lost."""
         return True
 
-    def close_model(self, model: int) -> None:
+    def retire(self, model: int) -> None:
         """The model lives as long as the node."""
-
-    retire = close_model
 
     def free_retired(self) -> None:
         """Do nothing: no model was evicted."""

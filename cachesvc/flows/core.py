@@ -1,25 +1,21 @@
-"""Common state of all flows: the ledger, the rules, the limits, and the seams to movers and memory."""
+"""Common state of all flows: the ledger, the rules, the limits, and the seams to movers and storage."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from cachesvc.ledger.block_ledger import Hit
-from cachesvc.ledger.ledger import Lease, LeaseEnd, LeaseState, Ledger, Model, Replica
-from cachesvc.ledger.retention import PromptPath, Request
-from cachesvc.ledger.reuse_stats import Miss
+from cachesvc.ledger.ledger import Lease, LeaseState, Ledger, Model, Replica
 from cachesvc.ledger.sequence_state import AWAY, ENDED, FAILED, LEAVING, ON_DEVICE, RETURNING
-from cachesvc.ledger.sequences import OpenSequence, Sealed
-from cachesvc.ledger.tickets import Ticket
-from cachesvc.ledger.tier_copies import NO_ROW
+from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import CacheError, Conflict, LoadFailed, NotFound
 from cachesvc.model.numbers import BACKGROUND, Party, Rounds
-from cachesvc.model.words import KEY_BYTES, READY, Direction, Tier, TimelineSlot, Transfer
+from cachesvc.model.words import TimelineSlot, Transfer
 from cachesvc.policy.eviction import Eviction, WriteRule
 from cachesvc.storage.seam import Use
 
@@ -58,6 +54,8 @@ class Turns(NamedTuple):
     loaded: int = 8192
 
 
+Answer = TypeVar("Answer")
+
 NO_MODEL = 0
 """Model of a background task that frees no pages and leaves nothing half-done."""
 
@@ -73,52 +71,53 @@ class Chore(NamedTuple):
     party: Party = BACKGROUND
 
 
-class Chores:
-    """Background work that waits, round robin by party: the end of a process with a thousand leases delays a landing of
-    another one by one turn in two."""
+def tidy(chores: Rounds[Party, Chore]) -> None:
+    """Do a turn of the chore that is next; what is left of it waits again. One that raises is not gone on with."""
+    chore = chores.take()
+    if not chore.go_on():
+        chores.add(chore.party, chore)
+
+
+def tidy_all(core: Core) -> None:
+    """Do all background work, where a long call is acceptable."""
+    while core.chores:
+        tidy(core.chores)
+
+
+def next_slice(slices: Iterator[None]) -> bool:
+    """Do the next slice of work that is written as a generator; True when it has ended."""
+    return next(slices, slices) is slices
+
+
+class Slices(Generic[Answer]):
+    """Progress of a flow that may take several slices: made for the call, handed to each of its runs.
+
+    The flow yields what it waits for (``Wait``), and gets the call anew each time.
+    """
 
     def __init__(self) -> None:
-        self._rounds: Rounds[Party, Chore] = Rounds()
+        self._flow: Generator[Wait, Call, Answer] | None = None
 
-    def __bool__(self) -> bool:
-        return bool(self._rounds)
+    @property
+    def has_begun(self) -> bool:
+        return self._flow is not None
 
-    def __len__(self) -> int:
-        return len(self._rounds)
+    def begin(self, flow: Generator[Wait, Call, Answer]) -> Answer | Wait:
+        """Run a flow up to its first wait, or to its answer. Raises what it raises."""
+        self._flow = flow
+        return self._step(partial(next, flow))
 
-    def __iter__(self) -> Iterator[Chore]:
-        return iter(self._rounds)
+    def go_on(self, call: Call) -> Answer | Wait:
+        """Run the flow that has begun up to its next wait, or to its answer. Raises what it raises."""
+        assert self._flow is not None
+        return self._step(partial(self._flow.send, call))
 
-    def append(self, chore: Chore) -> None:
-        """Queue a chore behind those of its party."""
-        self._rounds.add(chore.party, chore)
-
-    def appendleft(self, chore: Chore) -> None:
-        """Queue a chore that has the next turn."""
-        self._rounds.add_first(chore.party, chore)
-
-    def popleft(self) -> Chore:
-        """The chore that has the next turn."""
-        return self._rounds.take()
-
-
-def begin(
-    chores: Chores, model: int, go_on: Callable[[], bool], *, at_once: bool = True, party: Party = BACKGROUND
-) -> None:
-    """Do a turn of it now, unless the caller has had one (not ``at_once``), and leave the rest for later."""
-    if not at_once or not go_on():
-        chores.append(Chore(model, go_on, party=party))
-
-
-def tidy(chores: Chores) -> None:
-    """Do a turn of what has waited longest of the party whose turn it is. A chore that raises is not gone on with."""
-    go_on_with(chores, chores.popleft())
-
-
-def go_on_with(chores: Chores, chore: Chore) -> None:
-    """Do a turn of a chore that was taken from the queue; what is left of it waits again."""
-    if not chore.go_on():
-        chores.append(chore)
+    def _step(self, step: Callable[[], Wait]) -> Answer | Wait:
+        try:
+            return step()
+        except StopIteration as ended:
+            answer: Answer = ended.value
+            return answer
 
 
 class Mover(Protocol):
@@ -260,9 +259,9 @@ class Core:
     ``new_name`` gives lease ids, ``model_numbers`` those of models. ``on_refused``: called with ``(ticket, reason)`` of
     a transfer that the mover refused; it has failed by then. ``on_sealed``: called with ``(model, replica, row of the
     last, count)`` for each Publish that sealed blocks. ``chores``: background tasks, for when no call is served;
-    ``on_ended`` is called with tickets that end by one. ``on_left``: called with each lease of a process that has
-    ended, while it holds what the process held. ``storage``: None where none is configured; ``on_wanted``: called when
-    blocks of a model wait to be written to it.
+    ``busy``: keys of those that are queued once (``later_once``). ``on_ended`` is called with tickets that end by one.
+    ``on_left``: called with each lease of a process that has ended, while it holds what the process held. ``storage``:
+    None where none is configured; ``on_wanted``: called when blocks of a model wait to be written to it.
     """
 
     ledger: Ledger
@@ -276,7 +275,8 @@ class Core:
     new_name: Callable[[], str] = field(default_factory=lambda: map(str, itertools.count(1)).__next__)
     on_refused: Callable[[int, str], None] | None = None
     on_sealed: list[Callable[[int, int, int, int], None]] = field(default_factory=list)
-    chores: Chores = field(default_factory=Chores)
+    chores: Rounds[Party, Chore] = field(default_factory=Rounds)
+    busy: set[tuple[object, ...]] = field(default_factory=set)
     on_ended: Callable[[list[int]], None] | None = None
     on_left: Callable[[Lease], None] | None = None
     storage: Storage | None = None
@@ -287,6 +287,32 @@ class Core:
         """Add to a counter that operators see."""
         key = name._value_  # a plain string: look-ups of an enum's member take three times as long
         self.counters[key] = self.counters.get(key, 0) + amount
+
+    def later(
+        self, model: int, go_on: Callable[[], bool], *, gives_back: bool = True, party: Party = BACKGROUND
+    ) -> None:
+        """Queue background work behind that of its party, one turn in two of which is another party's."""
+        self.chores.add(party, Chore(model, go_on, gives_back, party))
+
+    def later_once(
+        self, key: tuple[object, ...], model: int, go_on: Callable[[], bool], party: Party = BACKGROUND
+    ) -> None:
+        """Queue background work that gives no call pages, unless work of the same ``key`` is queued."""
+        if key not in self.busy:
+            self.busy.add(key)
+            self.later(model, partial(self._once, key, go_on), gives_back=False, party=party)
+
+    def _once(self, key: tuple[object, ...], go_on: Callable[[], bool]) -> bool:
+        self.busy.discard(key)  # first: a defect in what follows ends it, and not for good
+        if go_on():
+            return True
+        self.busy.add(key)
+        return False
+
+    def begin(self, model: int, go_on: Callable[[], bool], *, at_once: bool = True, party: Party = BACKGROUND) -> None:
+        """Do a turn of it now, unless the caller has had one (not ``at_once``), and leave the rest for later."""
+        if not at_once or not go_on():
+            self.later(model, go_on, party=party)
 
 
 class Count(StrEnum):
@@ -338,14 +364,6 @@ class Count(StrEnum):
     EVENT_SUBSCRIBERS_CUT_OFF = "event_subscribers_cut_off"
 
 
-LEASES_ENDED = {
-    LeaseEnd.CLOSED: Count.LEASES_ENDED_CLOSED,
-    LeaseEnd.SILENT: Count.LEASES_ENDED_SILENT,
-    LeaseEnd.PROCESS_ENDED: Count.LEASES_ENDED_PROCESS_ENDED,
-    LeaseEnd.OTHER: Count.LEASES_ENDED_OTHER,
-}
-"""Counter of each end of a lease."""
-
 EXPECTATIONS_ENDED = {
     "arrived": Count.EXPECTATIONS_ENDED_ARRIVED,
     "silent": Count.EXPECTATIONS_ENDED_SILENT,
@@ -355,127 +373,6 @@ EXPECTATIONS_ENDED = {
     "restarted": Count.EXPECTATIONS_ENDED_UNREACHABLE,
 }
 """Counter of each end of an expectation; others count as OTHER."""
-
-
-GHOSTS_LOOKED = 1024
-"""Blocks of a prompt that have left the cache and are looked up, the deepest of them."""
-
-
-def matched(
-    core: Core,
-    call: Call,
-    sequence: OpenSequence,
-    hit: Hit,
-    stored: int,
-    max_blocks: int,
-    waited: float,
-    clock: float | None,
-) -> None:
-    """A Match has opened ``sequence`` on a hit, ``stored`` blocks of which came from storage. ``max_blocks``: its
-    limit, 0 for none. ``waited``: seconds that its request had been queued. ``clock``: its engine's time, if told."""
-    model, replica, keys = call.model, call.replica, bytes(sequence.keys)
-    blocks, counters = len(keys) // KEY_BYTES, core.counters
-    for name, amount in ((Count.MATCH_REQUESTS, 1), (Count.MATCH_BLOCKS, blocks)):
-        counters[name._value_] = counters.get(name._value_, 0) + amount
-    from_host = hit.blocks - hit.device_blocks
-    passed_on = max(0, stored - from_host)  # a prefix in pieces: these are on the device by now
-    model.hit_blocks["device"] += hit.device_blocks - passed_on
-    model.hit_blocks["host"] += from_host - (stored - passed_on)
-    model.hit_blocks["storage"] += stored
-    for group, shorter in hit.lost:
-        model.lost_blocks["state" if group in model.layout.state_groups else "window"] += shorter
-    came = call.now - waited if clock is None else clock
-    sequence.remember(model.recent.add(came, keys, core.limits.recent_blocks // len(core.ledger.models)))
-    asked = min(blocks, max_blocks) if max_blocks else blocks
-    has_windows = bool(replica.place.window_groups)
-    model.reuse.matched(model.blocks.index, keys, asked, hit.blocks, has_windows=has_windows)
-    if replica.shadow is not None and core.eviction.learns:
-        replica.shadow.matched(keys, asked, hit.device_blocks)
-    if model.blocks.chooser is not None:
-        _follow(core, call, sequence, hit.blocks, waited)
-    if model.blocks.retention is not None:
-        _value_positions(core, call, keys, hit)
-
-
-def sealed_new(core: Core, call: Call, keys: Sequence[bytes], paths: Sequence[Sequence[int]]) -> None:
-    """Blocks under ``keys`` that were new have been sealed, in the rows ``paths`` of their sequences."""
-    model = call.model
-    model.reuse.computed_all(keys)
-    model.reuse.published += len(keys)
-    for listener in core.on_sealed:
-        for path in paths:
-            listener(model.id, call.replica.id, path[-1], len(path))
-    core.count(Count.PUBLISHED_BLOCKS, len(keys))
-
-
-def sealing(core: Core, call: Call, keys: bytes, rows: Sequence[int]) -> None:
-    """Blocks in ``rows`` (NO_ROW: a new one), under packed ``keys``, are about to be sealed: count what was computed,
-    and what for the second time."""
-    model, place = call.model, call.replica.place
-    reuse, host, states = model.reuse, model.blocks.host, place.states[place.lead]
-    index = model.blocks.index
-    for at, row in enumerate(rows):
-        if row == NO_ROW or (index.losses and not index.has_copy(row)):
-            reuse.computed(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES])
-        elif states[row] >= READY:
-            reuse.computed_again(Tier.DEVICE.value, Miss.DUPLICATE)
-        else:
-            tier = Tier.HOST if host.is_present(row) else Tier.DEVICE
-            reuse.computed_again(tier.value, Miss.ELSEWHERE)
-    reuse.published += len(rows)
-
-
-def sealed_known(core: Core, call: Call, sequence: OpenSequence, blocks: int, sealed: Sealed) -> None:
-    """Blocks of a sequence have been sealed, ``blocks`` with those that others had sealed first."""
-    for listener in core.on_sealed if sequence.anchor != NO_ROW else ():
-        listener(call.model.id, call.replica.id, sequence.anchor, blocks)
-    core.count(Count.PUBLISHED_BLOCKS, len(sealed.rows))
-    core.count(Count.DUPLICATE_BLOCKS, len(sealed.doubles))
-
-
-def landed(core: Core, ticket: Ticket, blocks: int) -> None:
-    """Blocks of a ticket have landed, or failed to."""
-    if ticket.direction is not Direction.LOAD:
-        return
-    if ticket.failing:
-        core.ledger.models[ticket.model].reuse.unloaded += blocks
-    if ticket.source is not None:
-        core.count(Count.PEER_BLOCKS, 0 if ticket.failing else blocks)
-
-
-def ended(core: Core, ticket: Ticket) -> None:
-    """A ticket has ended, and nothing of it is left to be settled."""
-    core.count(Count.TICKETS_FAILED if ticket.reason else Count.TICKETS_DONE)
-
-
-def _value_positions(core: Core, call: Call, keys: bytes, hit: Hit) -> None:
-    """Have the eviction policy learn where requests continue, of those blocks too that have left the cache."""
-    blocks, full = call.model.blocks, hit.full_blocks
-    if blocks.retention is not None:
-
-        def key(position: int) -> bytes:
-            return keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
-
-        asked = len(keys) // KEY_BYTES
-        known = call.model.reuse.known(blocks.index, keys, hit.blocks, asked)[1]
-        beyond = map(key, range(known - 1, max(full, known - GHOSTS_LOOKED) - 1, -1))
-        blocks.retention.arrived(blocks.index.rows.get(key(full - 1), NO_ROW) if full else NO_ROW, asked, beyond)
-        if (lesson := blocks.retention.rule.lesson()) is not None:
-            core.chores.append(Chore(NO_MODEL, lesson))
-
-
-def _follow(core: Core, call: Call, sequence: OpenSequence, hit_blocks: int, waited: float) -> None:
-    """Have the eviction policy follow the request from now on: blocks that it uses are its own."""
-    model, keys = call.model, bytes(sequence.keys)
-    blocks = model.blocks
-    if blocks.chooser is not None:
-        resident, known = model.reuse.known(blocks.index, keys, hit_blocks, len(keys) // KEY_BYTES)
-        path = PromptPath(blocks.index, keys, known, resident)
-        sequence.follow(Request(blocks.chooser, blocks.index, path, blocks.clock.seconds, waited))
-        if blocks.index.taking is not None:
-            core.chores.append(Chore(NO_MODEL, blocks.index.take_over))
-        if (lesson := blocks.chooser.lesson()) is not None:
-            core.chores.append(Chore(NO_MODEL, lesson))
 
 
 class Call(NamedTuple):

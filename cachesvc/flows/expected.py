@@ -17,9 +17,9 @@ from collections import Counter
 from enum import StrEnum
 from functools import partial
 
-from cachesvc.flows.core import EXPECTATIONS_ENDED, Call, Core, Count, Promise, begin
+from cachesvc.flows.core import EXPECTATIONS_ENDED, Call, Core, Count, Promise
 from cachesvc.flows.fetch import begin_fetch, end_ticket
-from cachesvc.flows.replicas import Sharing
+from cachesvc.flows.loads import Sharing
 from cachesvc.ledger.block_ledger import Hit
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.storage_state import Expectation, Fetch, key_at
@@ -303,7 +303,7 @@ def _go_on(core: Core, model: Model, known: Expectation) -> None:
     """Begin to fetch what is lent, behind what is on its way, unless too much is."""
     if known.lent[1] and not known.is_beginning and (not known.fetches or _may_go_beside(model, known)):
         known.is_beginning = True
-        begin(core.chores, model.id, partial(_take, core, model, known))
+        core.begin(model.id, partial(_take, core, model, known))
 
 
 def _may_go_beside(model: Model, known: Expectation) -> bool:

@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from cachesvc.flows.core import TURN, Call, Core, Count, begin
-from cachesvc.flows.loads import bring, loads_of
+from cachesvc.flows.core import TURN, Call, Core, Count
+from cachesvc.flows.loads import Sharing, bring, loads_of
 from cachesvc.flows.make_room import make_host_room, make_room
-from cachesvc.flows.pending_writes import came_to_host
-from cachesvc.flows.presence import note_stored, note_unstored
-from cachesvc.flows.replicas import Sharing
+from cachesvc.flows.stored import came_to_host, note_stored, note_unstored
 from cachesvc.flows.transfers import land, may_submit, unstage, wait_for
 from cachesvc.ledger.block_ledger import BlockLedger, Hit
 from cachesvc.ledger.ledger import Model, Replica
@@ -153,7 +151,7 @@ def fetched(core: Core, model_id: int, ticket: int, objects: Sequence[News]) -> 
         return
     for each in objects:
         _note(core, model, fetch, each)
-    begin(core.chores, model_id, partial(_admit, core, model, fetch))
+    core.begin(model_id, partial(_admit, core, model, fetch))
 
 
 def _note(core: Core, model: Model, fetch: Fetch, found: News) -> None:
@@ -197,7 +195,7 @@ def _admit(core: Core, model: Model, fetch: Fetch) -> bool:
         for call in fetch.then:
             call()
         for each in fetch.below:
-            begin(core.chores, model.id, partial(_admit, core, model, each))
+            core.begin(model.id, partial(_admit, core, model, each))
     elif fetch.is_done:
         model.stored.fetches.pop(fetch.ticket, None)
     return True

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import islice
 
-from cachesvc.flows.core import LEASES_ENDED, NO_MODEL, TURN, Call, Chore, Core, Count, begin
-from cachesvc.flows.sizing import has_opened
+from cachesvc.flows.core import NO_MODEL, TURN, Call, Core, Count
+from cachesvc.flows.registration import has_opened
 from cachesvc.flows.transfers import remember_dropped
 from cachesvc.ledger.block_ledger import LostCopies, is_empty
 from cachesvc.ledger.ledger import Lease, LeaseEnd, LeaseState, Model, Process, Replica, member_of
@@ -72,7 +72,7 @@ def process_gone(core: Core, token: bytes) -> None:
     if process is not None:
         leave = partial(_leave_some, core, process, sorted(process.leases, reverse=True))
         if not leave(at_once=True):
-            core.chores.append(Chore(NO_MODEL, leave, party=process.party))
+            core.later(NO_MODEL, leave, party=process.party)
 
 
 def _leave_some(core: Core, process: Process, leases: list[str], *, at_once: bool = False) -> bool:
@@ -268,9 +268,12 @@ def _leave(core: Core, lease: Lease, token: bytes, *, quiesced: bool) -> Wait | 
 
 
 def _go_on_without(core: Core, lease: Lease, number: int | None, *, at_once: bool = True) -> None:
-    """A process has left a lease that lives on; ``number``: as a member."""
+    """A process has left a lease that lives on with others; ``number``: as a member, whose sequences end, and whose
+    stock goes back."""
     if number is not None:
-        end_member(core, lease, number, at_once=at_once)
+        mine = [sequence for sequence in lease.sequences if member_of(sequence) == number]
+        go_on = partial(_end_left, core, lease, number, mine)
+        core.begin(lease.model, go_on, at_once=at_once, party=lease.party)
     free_unwritten(core, lease, at_once=at_once and number is None)
 
 
@@ -317,7 +320,7 @@ def lose(core: Core, lease: Lease, why: str, cause: LeaseEnd = LeaseEnd.OTHER, *
     lease.state = LeaseState.QUARANTINED
     lease.why = why
     lease.members.clear()
-    core.count(LEASES_ENDED[cause])
+    core.count(Count(f"leases_ended_{cause.value}"))
     if cause is not LeaseEnd.CLOSED:
         core.count(Count.LEASES_LOST)
     lease.is_quiet = not lease.processes
@@ -333,18 +336,11 @@ def free_quarantine(core: Core, lease: Lease, *, at_once: bool = True) -> None:
     _end_holds(core, lease, at_once=at_once)
 
 
-def end_member(core: Core, lease: Lease, number: int, *, at_once: bool = True) -> None:
-    """A process has left a lease that lives on with others: its sequences end, and its stock goes back."""
-    mine = [sequence for sequence in lease.sequences if member_of(sequence) == number]
-    go_on = partial(_end_left, core, lease, number, mine)
-    begin(core.chores, lease.model, go_on, at_once=at_once, party=lease.party)
-
-
 def free_unwritten(core: Core, lease: Lease, *, at_once: bool = True) -> None:
     """A process has unmapped the pools of a live lease, or is gone: where it was the last that had, pages in quarantine
     come back."""
     if lease.state is LeaseState.LIVE and lease.quarantine and not lease.attached:
-        begin(core.chores, lease.model, partial(_free_some, core, lease), at_once=at_once, party=lease.party)
+        core.begin(lease.model, partial(_free_some, core, lease), at_once=at_once, party=lease.party)
 
 
 def unbind(core: Core, lease: Lease, token: bytes) -> None:
@@ -357,7 +353,7 @@ def unbind(core: Core, lease: Lease, token: bytes) -> None:
 def _end_holds(core: Core, lease: Lease, *, at_once: bool) -> None:
     if not lease.is_ending:
         lease.is_ending = True
-        begin(core.chores, lease.model, partial(_end_some, core, lease), at_once=at_once, party=lease.party)
+        core.begin(lease.model, partial(_end_some, core, lease), at_once=at_once, party=lease.party)
 
 
 def _end_some(core: Core, lease: Lease) -> bool:
@@ -507,11 +503,10 @@ def empty_lost(core: Core) -> None:
     last of it."""
     for model in core.ledger.models.values():
         for replica in list(model.lost):
-            if replica.is_emptying or _forget_lost(core, model, replica):
-                continue
-            replica.is_emptying = True
-            copies = LostCopies(model.blocks, replica.place)
-            core.chores.append(Chore(model.id, partial(_forget_some, core, model, replica, copies), gives_back=False))
+            key = _forget_some, model.id, replica.id
+            if key not in core.busy and not _forget_lost(core, model, replica):
+                forget = partial(_forget_some, core, model, replica, LostCopies(model.blocks, replica.place))
+                core.later_once(key, model.id, forget)
 
 
 def _end_leases(core: Core, model: Model, replica: Replica) -> Iterable[str]:
@@ -530,12 +525,10 @@ def _end_leases(core: Core, model: Model, replica: Replica) -> Iterable[str]:
 
 def _forget_some(core: Core, model: Model, replica: Replica, copies: LostCopies) -> bool:
     """A turn of forgetting copies; True when no more can go now."""
-    replica.is_emptying = False  # first: a defect in what follows ends it, and not for good
     if core.ledger.models.get(model.id) is not model:
         return True
     is_over = copies.forget_some(core.turns.landed)
     remember_dropped(core, model, Miss.LOST)
-    replica.is_emptying = not is_over
     if is_over:
         _forget_lost(core, model, replica)
     return is_over

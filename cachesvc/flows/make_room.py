@@ -32,7 +32,6 @@ from cachesvc.ledger.tickets import Ticket
 from cachesvc.ledger.tier_copies import Place
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import PoolExhausted
-from cachesvc.model.numbers import Party
 from cachesvc.model.words import Direction, PageState, Urgency
 
 DRAIN_FAILURES = 3
@@ -68,7 +67,7 @@ def make_room(
         if place.lacks(wanted):
             room = None if waiter is None else waiter.reserve()
             with kept(call.model.blocks, place, keep):
-                wait = _evict(core, call.model, call.replica, wanted, waiter, call.lease.party)
+                wait = _evict(core, call, wanted, waiter)
     finally:  # it has what it wanted, or is refused: it no longer waits
         if room is not None and wait is None:
             room.release()
@@ -85,96 +84,89 @@ def keep_room(core: Core, call: Call, wanted: Sequence[int], waiter: OpenSequenc
 def free_some(core: Core, call: Call, wanted: Sequence[int], room: Reservation) -> int:
     """Evict what is cold towards ``wanted[g]`` pages to take of group g, as far as can be had cheaply; for the stock.
 
-    It refuses nothing, waits for nothing, and evicts no more than in one turn; returns how many pages of a group go at
+    It refuses nothing, waits for nothing, and evicts no more than in one slice. Returns how many pages of a group go at
     most, now or, for ``room``, once they are saved.
     """
-    model, replica, place, party = call.model, call.replica, call.replica.place, call.lease.party
-    draining = _draining(core, model, replica, room)
+    blocks, place = call.model.blocks, call.replica.place
+    draining = _draining(core, call, room)
     left = _without_draining(place, wanted, draining)
-    going = _drop_spent(core, model, replica, left)
-    going = max(going, drop_idle_copies(model.blocks, place, left, core.turns.evicted, cheap=True))
+    going = _drop_spent(core, call, left)
+    going = max(going, drop_idle_copies(blocks, place, left, core.turns.evicted, cheap=True))
     demand = demand_of(place, left)
     if (short := demand.left) > 0:
-        turn = _turn(core, model)
+        turn = _turn(core, call.model)
         looks = LOOKS_FOR_NOTHING + LOOKS_A_PAGE * min(short, turn)
-        plan, _ = _plan(core, model, replica, demand, turn, party, looks)
-        if not plan.drains or may_submit(core, model, replica, party):
-            draining += _carry_out(core, model, replica, plan, room, party)
+        plan, _ = _plan(core, call, demand, turn, looks)
+        if not plan.drains or may_submit(core, call.model, call.replica, call.lease.party):
+            draining += _carry_out(core, call, plan, room)
             left = _without_draining(place, wanted, draining)
             going = max(going, plan.found)
-    return max(going, drop_idle_copies(model.blocks, place, left, core.turns.evicted))
+    return max(going, drop_idle_copies(blocks, place, left, core.turns.evicted))
 
 
-def _evict(
-    core: Core, model: Model, replica: Replica, wanted: Sequence[int], waiter: OpenSequence | None, party: Party
-) -> Wait | None:
+def _evict(core: Core, call: Call, wanted: Sequence[int], waiter: OpenSequence | None) -> Wait | None:
     """Make room in every pool that is short: first by windowed copies that no hit has used, in a pool that they share
     with full groups, then by blocks, then by other idle windowed copies."""
-    place, room = replica.place, None if waiter is None else waiter.room
-    draining = _draining(core, model, replica, room)
+    blocks, place, most = call.model.blocks, call.replica.place, core.turns.evicted
+    draining = _draining(core, call, None if waiter is None else waiter.room)
     left = _without_draining(place, wanted, draining)
     if place.window_groups:
         for groups, full, short in zip(place.shares, place.full_in, place.short_of(wanted), strict=True):
-            if short > 0 and full < len(groups) and _evictable(model, place, groups, after_flights=False) < short:
-                return _wait_or_refuse(core, model, replica, groups, wanted, waiter)
-        if place.kin and _drop_spent(core, model, replica, left) >= core.turns.evicted:
-            return TURN if place.lacks(wanted) else None
-        if (
-            place.has_shared_pools
-            and drop_idle_copies(model.blocks, place, left, core.turns.evicted, cheap=True) >= core.turns.evicted
-        ):
+            if short > 0 and full < len(groups) and _evictable(call.model, place, groups, after_flights=False) < short:
+                return _wait_or_refuse(core, call, groups, wanted, waiter)
+        is_slice_over = bool(place.kin) and _drop_spent(core, call, left) >= most
+        if not is_slice_over and place.has_shared_pools:
+            is_slice_over = drop_idle_copies(blocks, place, left, most, cheap=True) >= most
+        if is_slice_over:
             return TURN if place.lacks(wanted) else None
     if demand_of(place, wanted).left > 0:
-        wait = _evict_blocks(core, model, replica, wanted, waiter, party, draining)
+        wait = _evict_blocks(core, call, wanted, waiter, draining)
         if wait is not None:
             return wait
     if place.window_groups:
-        drop_idle_copies(model.blocks, place, wanted, core.turns.evicted)
+        drop_idle_copies(blocks, place, wanted, most)
         if place.lacks(wanted):
             return TURN
     return None
 
 
-def _drop_spent(core: Core, model: Model, replica: Replica, wanted: Sequence[int]) -> int:
-    """Drop blocks behind which no prompt can go on, a turn's at most; returns how many. They are worth no copy."""
-    place = replica.place
+def _drop_spent(core: Core, call: Call, wanted: Sequence[int]) -> int:
+    """Drop blocks behind which no prompt can go on, a slice's at most; returns how many. They are worth no copy."""
+    place, most = call.replica.place, core.turns.evicted
     if not place.kin or (demand := demand_of(place, wanted)).left <= 0:
         return 0
-    plan, _ = model.evictor.plan_device(
-        place, demand, to_host=False, most_work=core.turns.evicted, saves=False, spent_only=True
-    )
-    carry_out(core, model, plan)
+    plan, _ = call.model.evictor.plan_device(place, demand, to_host=False, most_work=most, saves=False, spent_only=True)
+    carry_out(core, call.model, plan)
     return len(plan.drops)
 
 
 def _evict_blocks(
-    core: Core,
-    model: Model,
-    replica: Replica,
-    wanted: Sequence[int],
-    waiter: OpenSequence | None,
-    party: Party,
-    draining: list[Ticket],
+    core: Core, call: Call, wanted: Sequence[int], waiter: OpenSequence | None, draining: list[Ticket]
 ) -> Wait | None:
-    place, room = replica.place, None if waiter is None else waiter.room
+    """Evict blocks towards the demand of the full groups, for what ``draining`` does not bring. None: it is met."""
+    place, room, party = call.replica.place, None if waiter is None else waiter.room, call.lease.party
     left = _without_draining(place, wanted, draining)
     demand = demand_of(place, left)
-    if (short := demand.left) > 0 and len(draining) >= DRAINS_AT_ONCE:
+    short = demand.left
+    # The link is as busy as it can be, or has no room for a further transfer: the next look is at the end of one.
+    if short > 0 and len(draining) >= DRAINS_AT_ONCE:
         return wait_for(core, (ticket.id for ticket in draining))
     if short > 0:
-        turn = _turn(core, model)
+        turn = _turn(core, call.model)
         has_begun = room is not None and room.is_open
-        is_beyond = turn < short and not has_begun and evictable_pages(model.blocks, place) < short
-        plan, met = _plan(core, model, replica, demand, turn, party)
+        is_beyond = turn < short and not has_begun and evictable_pages(call.model.blocks, place) < short
+        plan, met = _plan(core, call, demand, turn)
         if is_beyond or not met:
-            if place.has_shared_pools and drop_idle_copies(model.blocks, place, left, core.turns.evicted):
+            if place.has_shared_pools and drop_idle_copies(call.model.blocks, place, left, core.turns.evicted):
                 return TURN
-            return _wait_or_refuse(core, model, replica, _shortest(place, wanted), wanted, waiter)
-        if plan.drains and draining and not may_submit(core, model, replica, party):
+            by_pool = zip(place.short_of(wanted), place.full_in, place.shares, strict=True)
+            _, shortest = max((lacking, groups) for lacking, full, groups in by_pool if full)
+            return _wait_or_refuse(core, call, shortest, wanted, waiter)
+        if plan.drains and draining and not may_submit(core, call.model, call.replica, party):
             return wait_for(core, (ticket.id for ticket in draining))
         if plan.drains:
-            require_transfer(core, model, replica, party)
-        draining += _carry_out(core, model, replica, plan, room, party)
+            require_transfer(core, call.model, call.replica, party)
+        draining += _carry_out(core, call, plan, room)
         if demand.left > 0:
             return TURN
     if demand_of(place, wanted).left <= 0:
@@ -183,7 +175,7 @@ def _evict_blocks(
 
 
 def _turn(core: Core, model: Model) -> int:
-    """Blocks that are evicted in a turn: half as many where each may have another one evicted on the host."""
+    """Blocks that are evicted in a slice: half as many where each may have another one evicted on the host."""
     host = model.blocks.host
     is_host_full = (
         core.writing.copies_when_evicted and _has_host(model) and host.pools[host.lead].free < core.turns.evicted
@@ -191,17 +183,11 @@ def _turn(core: Core, model: Model) -> int:
     return max(1, core.turns.evicted // 2) if is_host_full else core.turns.evicted
 
 
-def _shortest(place: Place, wanted: Sequence[int]) -> tuple[int, ...]:
-    """The groups of the pool that is shortest, of those that full groups draw from."""
-    rows = zip(place.short_of(wanted), place.full_in, place.shares, strict=True)
-    return max((short, groups) for short, full, groups in rows if full)[1]
-
-
-def _draining(core: Core, model: Model, replica: Replica, room: Reservation | None) -> list[Ticket]:
+def _draining(core: Core, call: Call, room: Reservation | None) -> list[Ticket]:
     """Running evictions whose pages this call may count on: its own, and those without a waiter."""
     return [
         ticket
-        for ticket in core.ledger.tickets.of_replica(model.id, replica.id, Direction.STORE)
+        for ticket in core.ledger.tickets.of_replica(call.model.id, call.replica.id, Direction.STORE)
         if ticket.drains and (ticket.room is None or ticket.room is room or not ticket.room.is_open)
     ]
 
@@ -213,16 +199,18 @@ def _without_draining(place: Place, wanted: Sequence[int], draining: Sequence[Ti
 
 
 def _plan(
-    core: Core, model: Model, replica: Replica, demand: BlockDemand, turn: int, party: Party, looks: int = sys.maxsize
+    core: Core, call: Call, demand: BlockDemand, turn: int, looks: int = sys.maxsize
 ) -> tuple[EvictionPlan, bool]:
-    """A turn's victims towards ``demand``; what is evicted is saved where that is the policy, and where it can be."""
-    place = replica.place
+    """A slice's victims towards ``demand``; what is evicted is saved where that is the policy, and where it can be."""
+    model, place = call.model, call.replica.place
     saves = core.writing.copies_when_evicted and _has_host(model)
-    saves_now = saves and _is_worth_saving(replica) and may_submit(core, model, replica, party)
-    share = core.writing.share
-    if saves_now:
-        _drop_cheap_on_host(core, model, min(demand.left, turn))
-    plan_device = model.evictor.plan_device
+    saves_now = saves and _is_worth_saving(call.replica) and may_submit(core, model, call.replica, call.lease.party)
+    host, blocks = model.blocks.host, min(demand.left, turn)
+    if saves_now and host.has_shared_pools and blocks > host.free_blocks:
+        # Windowed copies that no hit has used go first, before any block goes to the host.
+        pages = [blocks if group in host.full_groups else 0 for group in range(len(host.pools))]
+        drop_idle_copies(model.blocks, host, pages, core.turns.evicted, cheap=True)
+    plan_device, share = model.evictor.plan_device, core.writing.share
     before = demand.copy()
     plan, met = plan_device(place, demand, to_host=saves_now, share=share, most_looks=looks, most_work=turn)
     if not met and saves and not saves_now:
@@ -231,14 +219,13 @@ def _plan(
     return plan, met
 
 
-def _carry_out(
-    core: Core, model: Model, replica: Replica, plan: EvictionPlan, room: Reservation | None, party: Party
-) -> list[Ticket]:
+def _carry_out(core: Core, call: Call, plan: EvictionPlan, room: Reservation | None) -> list[Ticket]:
     """Carry a plan out; returns the ticket of its drains, if it has any."""
+    model, replica = call.model, call.replica
     if not plan.drains:
         carry_out(core, model, plan)
         return []
-    ticket = core.ledger.tickets.open(model.id, replica.id, Direction.STORE, Urgency.AWAITED, party=party)
+    ticket = core.ledger.tickets.open(model.id, replica.id, Direction.STORE, Urgency.AWAITED, party=call.lease.party)
     ticket.drains = plan.drains
     ticket.room = room
     coming = carry_out(core, model, plan, ticket.id)
@@ -275,26 +262,13 @@ def within_turn(core: Core, host: Place, wanted: Sequence[int]) -> list[int]:
     return now
 
 
-def _drop_cheap_on_host(core: Core, model: Model, blocks: int) -> None:
-    """Drop windowed copies that no hit has used, of host pools that groups share, before any block goes there."""
-    host = model.blocks.host
-    if host.has_shared_pools and blocks > host.free_blocks:
-        wanted = [blocks if group in host.full_groups else 0 for group in range(len(host.pools))]
-        drop_idle_copies(model.blocks, host, wanted, core.turns.evicted, cheap=True)
-
-
 def _wait_or_refuse(
-    core: Core,
-    model: Model,
-    replica: Replica,
-    groups: tuple[int, ...],
-    wanted_of: Sequence[int],
-    waiter: OpenSequence | None,
+    core: Core, call: Call, groups: tuple[int, ...], wanted_of: Sequence[int], waiter: OpenSequence | None
 ) -> Wait:
     """Wait where the end of running transfers can meet the demand of the pool of ``groups``. Operators' pins end where
     the only sequence with pages of the replica cannot go on beside them, and can without. Raises PoolExhausted where
     nothing helps."""
-    place, book = replica.place, core.ledger.tickets
+    model, replica, place, book = call.model, call.replica, call.replica.place, core.ledger.tickets
     pool, wanted = place.pools[groups[0]], sum(wanted_of[group] for group in groups)
     room, own = (None, 0) if waiter is None else (waiter.room, waiter.device_pages(groups))
     # Of others' transfers there may be thousands: C code alone goes through them.

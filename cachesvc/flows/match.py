@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from cachesvc.flows import core as observers
-from cachesvc.flows.core import TURN, Call, Core, Count
+from cachesvc.flows.core import NO_MODEL, TURN, Call, Core, Count
 from cachesvc.flows.expected import follow, go_on_waiting, stop_following
 from cachesvc.flows.fetch import fetched_blocks, reach
-from cachesvc.flows.loads import back_up_copies, bring, loads_of
+from cachesvc.flows.loads import Sharing, back_up_copies, back_up_reused, bring, loads_of, share
 from cachesvc.flows.make_room import make_room
-from cachesvc.flows.presence import note_hit
-from cachesvc.flows.replicas import Sharing, back_up_reused, share
+from cachesvc.flows.stored import note_hit
 from cachesvc.flows.transfers import require_transfer, ticket_view, wait_for
 from cachesvc.ledger.block_ledger import Hit
 from cachesvc.ledger.ledger import Lease, Model, member_of
+from cachesvc.ledger.retention import PromptPath, Request
 from cachesvc.ledger.sequences import OpenSequence, Prefetch
 from cachesvc.ledger.tier_copies import NO_ROW
 from cachesvc.model.answers import GroupCells, Matched, Prefetched, Wait
@@ -24,6 +23,8 @@ MOST_CLOCK_SECONDS = 1e10
 """Three hundred years: sums of ages stay numbers."""
 MOST_WAITED_SECONDS = 600.0
 """Upper bound on a client-reported queueing time, seconds: all clients share the eviction model."""
+GHOSTS_LOOKED = 1024
+"""Blocks of a prompt that have left the cache and are looked up, the deepest of them."""
 
 
 def match(
@@ -64,7 +65,7 @@ def match(
     if sharing is not None and sharing.expectation is not None:
         sequence.wait_for(sharing.expectation)
     if not coming:  # else its caller matches again before it uses the hit
-        observers.matched(core, call, sequence, hit, stored, max_blocks, min(waited, MOST_WAITED_SECONDS), clock)
+        _note_match(core, call, sequence, hit, stored, max_blocks, min(waited, MOST_WAITED_SECONDS), clock)
         note_hit(core, model, hit.row)
         if place.window_groups and hit.device_blocks:
             looked = sequence.window_rows.items()
@@ -75,6 +76,72 @@ def match(
     tables = [GroupCells(group, 0, table[:]) for group, table in enumerate(sequence.tables)] if device else ()
     computing = computing_blocks(model, keys, hit.blocks) if model.blocks.computing else 0
     return Matched(device, host, computing, tuple(tables), min(stored, host), hit.full_blocks, coming)
+
+
+def _note_match(
+    core: Core,
+    call: Call,
+    sequence: OpenSequence,
+    hit: Hit,
+    stored: int,
+    max_blocks: int,
+    waited: float,
+    clock: float | None,
+) -> None:
+    """A Match has opened ``sequence`` on a hit, ``stored`` blocks of which came from storage. ``max_blocks``: its
+    limit, 0 for none. ``waited``: seconds that its request had been queued. ``clock``: its engine's time, if told."""
+    model, replica, keys = call.model, call.replica, bytes(sequence.keys)
+    blocks, counters = len(keys) // KEY_BYTES, core.counters
+    for name, amount in ((Count.MATCH_REQUESTS, 1), (Count.MATCH_BLOCKS, blocks)):
+        counters[name._value_] = counters.get(name._value_, 0) + amount
+    from_host = hit.blocks - hit.device_blocks
+    passed_on = max(0, stored - from_host)  # a prefix in pieces: these are on the device by now
+    model.hit_blocks["device"] += hit.device_blocks - passed_on
+    model.hit_blocks["host"] += from_host - (stored - passed_on)
+    model.hit_blocks["storage"] += stored
+    for group, shorter in hit.lost:
+        model.lost_blocks["state" if group in model.layout.state_groups else "window"] += shorter
+    came = call.now - waited if clock is None else clock
+    sequence.remember(model.recent.add(came, keys, core.limits.recent_blocks // len(core.ledger.models)))
+    asked = min(blocks, max_blocks) if max_blocks else blocks
+    has_windows = bool(replica.place.window_groups)
+    model.reuse.matched(model.blocks.index, keys, asked, hit.blocks, has_windows=has_windows)
+    if replica.shadow is not None and core.eviction.learns:
+        replica.shadow.matched(keys, asked, hit.device_blocks)
+    if model.blocks.chooser is not None:
+        _follow(core, call, sequence, hit.blocks, waited)
+    if model.blocks.retention is not None:
+        _value_positions(core, call, keys, hit)
+
+
+def _value_positions(core: Core, call: Call, keys: bytes, hit: Hit) -> None:
+    """Have the eviction policy learn where requests continue, of those blocks too that have left the cache."""
+    blocks, full = call.model.blocks, hit.full_blocks
+    if blocks.retention is not None:
+
+        def key(position: int) -> bytes:
+            return keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
+
+        asked = len(keys) // KEY_BYTES
+        known = call.model.reuse.known(blocks.index, keys, hit.blocks, asked)[1]
+        beyond = map(key, range(known - 1, max(full, known - GHOSTS_LOOKED) - 1, -1))
+        blocks.retention.arrived(blocks.index.rows.get(key(full - 1), NO_ROW) if full else NO_ROW, asked, beyond)
+        if (lesson := blocks.retention.rule.lesson()) is not None:
+            core.later(NO_MODEL, lesson)
+
+
+def _follow(core: Core, call: Call, sequence: OpenSequence, hit_blocks: int, waited: float) -> None:
+    """Have the eviction policy follow the request from now on: blocks that it uses are its own."""
+    model, keys = call.model, bytes(sequence.keys)
+    blocks = model.blocks
+    if blocks.chooser is not None:
+        resident, known = model.reuse.known(blocks.index, keys, hit_blocks, len(keys) // KEY_BYTES)
+        path = PromptPath(blocks.index, keys, known, resident)
+        sequence.follow(Request(blocks.chooser, blocks.index, path, blocks.clock.seconds, waited))
+        if blocks.index.taking is not None:
+            core.later(NO_MODEL, blocks.index.take_over)
+        if (lesson := blocks.chooser.lesson()) is not None:
+            core.later(NO_MODEL, lesson)
 
 
 def check_request(core: Core, call: Call, sequence_id: int, keys: bytes) -> None:

@@ -14,7 +14,6 @@ from cachesvc.ledger.change_log import Cause
 from cachesvc.ledger.ledger import LeaseState, Model
 from cachesvc.ledger.pins import KeptCopies, OperatorPin, keepable
 from cachesvc.ledger.reuse_stats import Miss
-from cachesvc.ledger.tier_copies import Place
 from cachesvc.model.errors import Conflict, InvalidRequest, LimitExceeded, NotFound, QuotaExceeded
 from cachesvc.model.words import Tier
 
@@ -79,8 +78,9 @@ def _kept(model: Model, row: int) -> list[KeptCopies]:
     out: dict[int, KeptCopies] = {}
     for replica in model.replicas:
         for kept in keepable(blocks, row, replica.place) or ():
-            before = out.get(kept.place.number)
-            out[kept.place.number] = kept if before is None else _union(before, kept)
+            known = out.setdefault(kept.place.number, KeptCopies(kept.place, kept.tip, {}))
+            for group, rows in kept.windows.items():
+                known.windows[group] = {**known.windows.get(group, {}), **rows}
     if not out:
         count = blocks.index.depth[row] + 1
         raise Conflict(
@@ -90,32 +90,22 @@ def _kept(model: Model, row: int) -> list[KeptCopies]:
     return list(out.values())
 
 
-def _union(one: KeptCopies, other: KeptCopies) -> KeptCopies:
-    windows = {group: dict(rows) for group, rows in one.windows.items()}
-    for group, rows in other.windows.items():
-        windows.setdefault(group, {}).update(rows)
-    return KeptCopies(one.place, one.tip, windows)
-
-
 def _over_quota(core: Core, model: Model, kept: list[KeptCopies]) -> QuotaExceeded | None:
     """The refusal where pins keep more than their share of a pool."""
     for each in kept:
         for groups, pages in zip(each.place.shares, model.pins.pages(model.blocks, each.place).by_pool(), strict=True):
             limit = int(core.limits.pin_share * each.place.pools[groups[0]].usable)
             if pages > limit:
+                name = each.place.share_names(model.layout)[groups[0]] or model.layout.groups[groups[0]].name
                 return QuotaExceeded(
                     model.tenant,
-                    f"pinned pages on {each.place.name}, group {_name(model, each.place, groups)}",
+                    f"pinned pages on {each.place.name}, group {name}",
                     pages,
                     limit,
                     f"unpin another prefix, pin a shorter one, or raise pin_share (now {core.limits.pin_share:g} of "
                     "each pool) and reload",
                 )
     return None
-
-
-def _name(model: Model, place: Place, groups: tuple[int, ...]) -> str:
-    return place.share_names(model.layout)[groups[0]] or model.layout.groups[groups[0]].name
 
 
 EVICTABLE_TIERS = (Tier.DEVICE.value, Tier.HOST.value)
@@ -131,16 +121,6 @@ def require_tier(tier: str) -> None:
     """Raises InvalidRequest for what is not a tier that blocks are evicted from."""
     if tier not in EVICTABLE_TIERS:
         raise InvalidRequest(f"tier {tier!r} is neither 'device' nor 'host'")
-
-
-def distrust(model: Model, why: str) -> None:
-    """Serve nothing of a model until it was verified: a change to it broke half-way. The first reason is kept."""
-    model.distrust(why)
-
-
-def trust(core: Core, model_id: int) -> None:
-    """Put a model back into service after a Verify found it consistent. Raises NotFound."""
-    core.ledger.model(model_id).suspect = ""
 
 
 def evict(core: Core, model_id: int, tier: str, count: int) -> int:

@@ -7,27 +7,26 @@ is sealed by itself: they are duplicates of what others sealed first, or blocks 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
-from cachesvc.flows import core as observers
-from cachesvc.flows.core import LAST_TURNS, LONG_TURNS, Call, Core, Count, no_sequence, refusal_of
-from cachesvc.flows.loads import back_up_copies
+from cachesvc.flows.core import LAST_TURNS, LONG_TURNS, Call, Core, Count, Slices, no_sequence, refusal_of
+from cachesvc.flows.loads import back_up, back_up_copies
 from cachesvc.flows.match import check_keys
-from cachesvc.flows.replicas import back_up
 from cachesvc.flows.transfers import wait_for
 from cachesvc.ledger.block_index import BlockIndex
 from cachesvc.ledger.ledger import Model
+from cachesvc.ledger.reuse_stats import Miss
 from cachesvc.ledger.sealing import NewBlocks, seal_new
 from cachesvc.ledger.sequence_state import ACTIVE, PASSING
 from cachesvc.ledger.sequences import OpenSequence, Sealed
 from cachesvc.ledger.tier_copies import NO_ROW, Place
 from cachesvc.model.answers import GroupCells, Published, Publishes, Wait, before_repeated
 from cachesvc.model.errors import CacheError, Conflict, InvalidRequest, KeyMisplaced, LedgerBroken, NotOwned
-from cachesvc.model.words import FILLING, KEY_BYTES, NO_PAGE
+from cachesvc.model.words import FILLING, KEY_BYTES, NO_PAGE, READY, Tier
 from cachesvc.policy.eviction import RequestHint, hinted
 
 
@@ -50,26 +49,7 @@ Stop = Known | Blocked | CacheError | None
 same key, or a call of its sequence waits."""
 
 
-@dataclass(slots=True)
-class Publishing:
-    """Progress of a publish that takes several turns: made for the call, handed to each of its runs."""
-
-    done: int = 0
-    has_lined_up: bool = False
-    states: NamedStates | None = None
-    parts: list[Published] = field(default_factory=list)
-
-    def answer(self) -> Published:
-        if len(self.parts) == 1:
-            return self.parts[0]
-        last = self.parts[-1]
-        return Published(
-            last.sealed_blocks,
-            tuple(position for part in self.parts for position in part.duplicate_positions),
-            _join_cells(part.duplicates for part in self.parts),
-            _join_cells(part.spares for part in self.parts),
-            last.pending,
-        )
+Publishing = Slices[Published]
 
 
 def publish(
@@ -84,76 +64,92 @@ def publish(
 ) -> Published | Wait:
     """Seal ``blocks`` blocks from ``first_block`` on, which must be the number of sealed blocks, and then ``states``.
 
-    ``keys``: packed keys of these blocks; empty where Match has told them. Of many some are sealed in each turn;
-    ``publishing`` is what one turn tells the next. Where another call of its sequence comes between them, it answers
-    what is sealed by then, and that more is to be published. Raises Conflict (out of turn, or sealed already), NotOwned
-    (no page there), InvalidRequest (keys that contradict those known), KeyMisplaced, LoadFailed.
+    ``keys``: packed keys of these blocks; empty where Match has told them. ``publishing``: progress between slices;
+    without it all are sealed in one. Where another call of the sequence comes between slices, the answer is what is
+    sealed by then, and that more is to be published. Raises Conflict (out of turn, or sealed already), NotOwned (no
+    page there), InvalidRequest (keys that contradict those known), KeyMisplaced, LoadFailed.
     """
-    count, most = blocks or len(keys) // KEY_BYTES, _most(core, call)
-    if states:
-        publishing = publishing or Publishing()
-        return _with_states(core, call, sequence_id, first_block, keys, blocks, publishing, states)
-    named = None if publishing is None else publishing.states
+    if publishing is not None and publishing.has_begun:
+        return publishing.go_on(call)
+    count = blocks or len(keys) // KEY_BYTES
+    whole = Publishes((sequence_id,), (first_block,), (0, count), keys)
+    if not states:
+        _check_count(call, keys, count)
+        if publishing is None or count <= _most(core, call):
+            return _publish(core, call, whole, None)
+    return (publishing or Publishing()).begin(_in_slices(core, call, whole, states))
+
+
+def _check_count(call: Call, keys: bytes, count: int) -> None:
     if keys:
         check_keys(call.lease, keys)
         if len(keys) != count * KEY_BYTES:
             raise InvalidRequest(f"{len(keys) // KEY_BYTES} keys were sent for {count} blocks")
+
+
+def _in_slices(
+    core: Core, call: Call, whole: Publishes, states: tuple[GroupCells, ...]
+) -> Generator[Wait, Call, Published]:
+    """Seal blocks of one sequence, if there are any, some in each slice; and states once their blocks are sealed."""
+    (number,), (first,), (_, count), keys = whole
+    named: NamedStates | None = None
+    if states:
+        sequence = call.lease.sequences.get(number)
+        while sequence is None or sequence.state is not ACTIVE:
+            why = _inactive(number, sequence)
+            if not isinstance(why, Blocked):
+                raise why
+            call = yield wait_for(core, why.tickets)
+            sequence = call.lease.sequences.get(number)
+        if not count and first != sequence.sealed:
+            raise Conflict(f"block {sequence.sealed} comes next, not {first}; publish in order")
+        named = named_states(call, sequence, states, first + count)
+        if not count:
+            seal_states(core, call, sequence, named)
+            return Published(sequence.sealed, (), (), (), False, named.kept())
+        _check_count(call, keys, count)
     # Blocks that a slice has sealed stay sealed, and other calls use them. So every rule that needs no look-up is held
     # against the whole request before the first slice, while a refusal still means that nothing has changed. Behind it
     # neither an error nor a wait may be the answer: the caller must learn what is sealed, with ``pending``.
-    done = 0 if publishing is None else publishing.done
-    whole = Publishes((sequence_id,), (first_block,), (0, count), keys)
-    if publishing is None or (count <= most and not done):
-        return _publish(core, call, whole, named)
-    if not done:  # a rule that a later part breaks refuses the call while nothing is sealed
-        _, stop = classify(call, whole, range(1), looks_up=False)
-        if isinstance(stop, CacheError):
-            raise stop
-        if stop is None and count > LONG_TURNS * most and not publishing.has_lined_up:
-            publishing.has_lined_up = True
-            return Wait((), turns=-(-count // most))
-    now = min(most, count - done)
-    try:
-        one = Publishes((sequence_id,), (first_block + done,), (done, done + now), keys)
-        part = _publish(core, call, one, named)
-    except CacheError:
-        if not done:
-            raise
-        return publishing.answer()._replace(pending=True)
-    if isinstance(part, Wait):
-        return publishing.answer()._replace(pending=True) if done else part
-    publishing.done += now
-    publishing.parts.append(part)
-    return publishing.answer() if part.pending or publishing.done == count else LAST_TURNS
-
-
-def _with_states(
-    core: Core,
-    call: Call,
-    sequence_id: int,
-    first_block: int,
-    keys: bytes,
-    blocks: int,
-    publishing: Publishing,
-    cells: tuple[GroupCells, ...],
-) -> Published | Wait:
-    """``publish`` of blocks, if there are any, and of states once these are sealed."""
-    count = blocks or len(keys) // KEY_BYTES
-    if publishing.states is None:
-        sequence = call.lease.sequences.get(sequence_id)
-        if sequence is None or sequence.state is not ACTIVE:
-            stop = _inactive(sequence_id, sequence)
-            if isinstance(stop, Blocked):
-                return wait_for(core, stop.tickets)
-            raise stop
-        if not count and first_block != sequence.sealed:
-            raise Conflict(f"block {sequence.sealed} comes next, not {first_block}; publish in order")
-        publishing.states = named_states(call, sequence, cells, first_block + count)
-        if not count:
-            seal_states(core, call, sequence, publishing.states)
-            return Published(sequence.sealed, (), (), (), False, publishing.states.kept())
-    told = publish(core, call, sequence_id, first_block, keys, blocks, publishing)
-    return told if isinstance(told, Wait) else told._replace(kept=publishing.states.kept())
+    parts: list[Published] = []
+    done, has_lined_up, is_cut_short = 0, False, False
+    while done < count and not is_cut_short:
+        most = _most(core, call)
+        if count > most and not done:
+            _, stop = classify(call, whole, range(1), looks_up=False)
+            if isinstance(stop, CacheError):
+                raise stop
+            if stop is None and count > LONG_TURNS * most and not has_lined_up:
+                has_lined_up = True
+                call = yield Wait((), turns=-(-count // most))
+                continue
+        now = min(most, count - done)
+        part: Published | Wait | None = None
+        try:
+            part = _publish(core, call, Publishes((number,), (first + done,), (done, done + now), keys), named)
+        except CacheError:
+            if not done:
+                raise
+        if isinstance(part, Published):
+            parts.append(part)
+            done += now
+            if part.pending:
+                break
+            if done < count:
+                call = yield LAST_TURNS
+        elif part is None or done:
+            is_cut_short = True
+        else:
+            call = yield part
+    last = parts[-1]
+    return Published(
+        last.sealed_blocks,
+        tuple(position for part in parts for position in part.duplicate_positions),
+        _join_cells([part.duplicates for part in parts]),
+        _join_cells([part.spares for part in parts]),
+        last.pending or is_cut_short,
+        () if named is None else named.kept(),
+    )
 
 
 def publish_many(
@@ -328,7 +324,12 @@ def _commit_new(core: Core, call: Call, fresh: NewBlocks, named: NamedStates | N
     if core.writing.copies_when_sealed:  # by one transfer: each costs more than its block
         kept = [path for each, path in zip(sequences, paths, strict=True) if each.retention != RequestHint.ONCE]
         back_up(core, model, replica, list(chain.from_iterable(kept)))
-    observers.sealed_new(core, call, keys, paths)
+    model.reuse.computed_all(keys)
+    model.reuse.published += len(keys)
+    for listener in core.on_sealed:
+        for path in paths:
+            listener(model.id, replica.id, path[-1], len(path))
+    core.count(Count.PUBLISHED_BLOCKS, len(keys))
     return [sequence.sealed for sequence in sequences]
 
 
@@ -339,20 +340,20 @@ def _commit_known(core: Core, call: Call, known: Known, named: NamedStates | Non
     sequence, keys, rows = known
     ready, pending = _until_filling(replica.place, rows)
     new = [keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at, row in enumerate(ready) if row == NO_ROW]
-    observers.sealing(core, call, keys, ready)
+    _note_sealing(core, call, keys, ready)
     retention, blocks = RequestHint(sequence.retention), replica.place.pools[replica.place.lead].usable
-    stamp = partial(_hinted_stamp, core, retention, blocks)
-    sealed = sequence.seal(keys, ready, stamp, _take_reuses(model, new))
+    sealed = sequence.seal(
+        keys, ready, lambda: hinted(core.ledger.stamp(), retention, blocks), _take_reuses(model, new)
+    )
     if named is not None:
         seal_states(core, call, sequence, named)
     if sealed.rows and core.writing.copies_when_sealed and retention is not RequestHint.ONCE:
         back_up(core, model, replica, sealed.rows)
-    observers.sealed_known(core, call, sequence, len(ready), sealed)
+    for listener in core.on_sealed if sequence.anchor != NO_ROW else ():
+        listener(model.id, replica.id, sequence.anchor, len(ready))
+    core.count(Count.PUBLISHED_BLOCKS, len(sealed.rows))
+    core.count(Count.DUPLICATE_BLOCKS, len(sealed.doubles))
     return _answer(sequence, sealed, pending)
-
-
-def _hinted_stamp(core: Core, retention: RequestHint, blocks: int) -> int:
-    return hinted(core.ledger.stamp(), retention, blocks)
 
 
 def _restamp(place: Place, sequences: Iterable[OpenSequence], paths: Iterable[Sequence[int]]) -> None:
@@ -391,6 +392,23 @@ def _answer(sequence: OpenSequence, sealed: Sealed, pending: bool) -> Published:
         for group in range(len(sequence.tables))
     )
     return Published(sequence.sealed, tuple(doubles), duplicates, spares, pending)
+
+
+def _note_sealing(core: Core, call: Call, keys: bytes, rows: Sequence[int]) -> None:
+    """Blocks in ``rows`` (NO_ROW: a new one), under packed ``keys``, are about to be sealed: count what was computed,
+    and what for the second time."""
+    model, place = call.model, call.replica.place
+    reuse, host, states = model.reuse, model.blocks.host, place.states[place.lead]
+    index = model.blocks.index
+    for at, row in enumerate(rows):
+        if row == NO_ROW or (index.losses and not index.has_copy(row)):
+            reuse.computed(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES])
+        elif states[row] >= READY:
+            reuse.computed_again(Tier.DEVICE.value, Miss.DUPLICATE)
+        else:
+            tier = Tier.HOST if host.is_present(row) else Tier.DEVICE
+            reuse.computed_again(tier.value, Miss.ELSEWHERE)
+    reuse.published += len(rows)
 
 
 class NamedState(NamedTuple):

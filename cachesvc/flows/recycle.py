@@ -7,17 +7,15 @@ ended: a step in flight looks back from there on, so its pages stay.
 
 from __future__ import annotations
 
-import sys
 from array import array
-from collections.abc import Container
+from collections.abc import Container, Generator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import numpy as np
 
-from cachesvc.flows.core import LAST_TURNS, TURN, Call, Core, no_sequence, refusal_of
+from cachesvc.flows.core import LAST_TURNS, TURN, Call, Core, Slices, no_sequence, refusal_of
 from cachesvc.flows.loads import back_up_copies
-from cachesvc.flows.presence import note_end
+from cachesvc.flows.stored import note_end
 from cachesvc.flows.transfers import look_ahead
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.sequence_state import FAILED, ON_DEVICE
@@ -33,12 +31,7 @@ RECYCLES = ON_DEVICE | {FAILED}
 """States in which a sequence gives back window blocks: what it can do without goes even where a load has failed."""
 
 
-@dataclass(slots=True)
-class Recycling:
-    """Progress of a recycle that takes several turns: made for the call, handed to each of its runs."""
-
-    freed: int = 0
-    has_begun: bool = False
+Recycling = Slices[Recycled]
 
 
 def recycle(
@@ -53,38 +46,54 @@ def recycle(
     """Free dead window blocks of the sequence below ``computed_tokens``, and the ``pages`` named. ``dead_blocks``: of
     each windowed group, the number of blocks that are dead at its engine's word, where that is not 0.
 
-    Of many window blocks some go in each turn; ``recycling`` is what one turn tells the next, without it all go in one.
-    ``sequence_id`` 0 with no such sequence is an error only when ``computed_tokens`` is set; pages alone may be stock.
+    ``recycling``: progress between slices; without it all go in one. ``sequence_id`` 0 with no such sequence is an
+    error only when ``computed_tokens`` is set; pages alone may be stock.
     Raises NotOwned (nothing is freed then), InvalidRequest (a page that is still in a full group's table), NotFound.
     """
-    lease, model = call.lease, call.model
-    progress = recycling or Recycling()
-    sequence = lease.sequences.get(sequence_id)
-    if progress.has_begun and (sequence is None or sequence.state not in RECYCLES):
-        return Recycled(progress.freed, ())  # another call came between the turns
-    dead_of = dict(zip(call.replica.place.window_groups, dead_blocks, strict=False))
+    if recycling is not None and recycling.has_begun:
+        return recycling.go_on(call)
+    model, groups = call.model, call.replica.place.window_groups
+    sequence = call.lease.sequences.get(sequence_id)
+    dead_of = dict(zip(groups, dead_blocks, strict=False))
     is_due = bool(computed_tokens or any(dead_blocks))
     if sequence is None and (is_due or not pages):
         sequence = call.known_sequence(sequence_id)
-    named = [] if progress.has_begun else _owned(call, sequence, pages)
+    named = _owned(call, sequence, pages)
     if sequence is not None and is_due:
         if sequence.state not in RECYCLES:
             raise refusal_of(sequence)
         _check_computed(model, sequence, computed_tokens, dead_blocks)
     _free_named(call, sequence, named)
-    progress.freed += sum(len(stock) + len(own) for _, stock, own in named)
-    progress.has_begun = True
-    if sequence is not None and is_due:
-        left = most_positions(core) if recycling is not None else sys.maxsize
-        for group in call.replica.place.window_groups:
+    freed = sum(len(stock) + len(own) for _, stock, own in named)
+    if sequence is None or not is_due:
+        return Recycled(freed, () if sequence is None else tuple(sequence.cursors.values()))
+    dead = {group: dead_of.get(group) or _dead_blocks(model, group, computed_tokens) for group in groups}
+    if recycling is not None:
+        return recycling.begin(_in_slices(call, sequence_id, dead, freed, most_positions(core)))
+    for group, until in dead.items():
+        freed += sequence.recycle(group, until)
+    return Recycled(freed, tuple(sequence.cursors.values()))
+
+
+def _in_slices(
+    call: Call, sequence_id: int, dead: dict[int, int], freed: int, most: int
+) -> Generator[Wait, Call, Recycled]:
+    """Free the first ``dead[g]`` blocks of windowed groups, ``most`` positions a slice. ``freed``: pages so far."""
+    sequence, left = call.lease.sequences[sequence_id], most
+    for group, last in dead.items():
+        while True:
             cursor = sequence.cursors[group]
-            dead = dead_of.get(group) or _dead_blocks(model, group, computed_tokens)
-            until = min(dead, cursor + max(left, 0))
-            progress.freed += sequence.recycle(group, until)
+            until = min(last, cursor + max(left, 0))
+            freed += sequence.recycle(group, until)
             left -= max(0, until - cursor)
-            if until < dead:
-                return LAST_TURNS
-    return Recycled(progress.freed, tuple(sequence.cursors.values()) if sequence is not None else ())
+            if until >= last:
+                break
+            call = yield LAST_TURNS
+            again = call.lease.sequences.get(sequence_id)
+            if again is None or again.state not in RECYCLES:
+                return Recycled(freed, ())  # another call came between the slices
+            sequence, left = again, most
+    return Recycled(freed, tuple(sequence.cursors.values()))
 
 
 def _free_named(call: Call, sequence: OpenSequence | None, named: list[tuple[int, set[int], set[int]]]) -> None:

@@ -12,10 +12,9 @@ from itertools import islice
 
 import numpy as np
 
-from cachesvc.flows.core import Chore, Core, Count
-from cachesvc.flows.pending_writes import want, want_states, was_used_again
-from cachesvc.flows.presence import note_stored
-from cachesvc.flows.replicas import back_up
+from cachesvc.flows.core import Core, Count
+from cachesvc.flows.loads import back_up
+from cachesvc.flows.stored import note_stored, want, want_states, was_used_again
 from cachesvc.flows.transfers import unstage
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.storage_state import Keep
@@ -119,7 +118,7 @@ def pump_all(core: Core) -> None:
 
 def begin_soon(core: Core, model: Model) -> None:
     """Write what is wanted as a background task."""
-    core.chores.append(Chore(model.id, partial(pump, core, model)))
+    core.later(model.id, partial(pump, core, model))
 
 
 def _block_bytes(model: Model) -> int:

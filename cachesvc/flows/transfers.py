@@ -12,9 +12,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 
-from cachesvc.flows import core as observers
-from cachesvc.flows.core import Chore, Core, Count, begin
-from cachesvc.flows.pending_writes import came_to_host, did_not_come, is_about_to_leave, was_used
+from cachesvc.flows.core import Core, Count, next_slice
+from cachesvc.flows.stored import came_to_host, did_not_come, is_about_to_leave, was_used
 from cachesvc.ledger.block_ledger import Filling, forget_bare
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.planner import EvictionPlan
@@ -151,7 +150,7 @@ def land(core: Core, ticket_id: int, outcome: Outcome) -> list[int]:
     running = core.ledger.tickets.running
     model, party = running[ticket_id].model, running[ticket_id].party
     landing = _Landing(core, deque(core.ledger.tickets.land(ticket_id, outcome)))
-    begin(core.chores, model, landing.go_on, party=party)
+    core.begin(model, landing.go_on, party=party)
     return landing.take_ended()
 
 
@@ -200,7 +199,7 @@ class _Landing:
         if core.ledger.tickets.is_running(ticket.id):
             self._due += core.ledger.tickets.end(ticket)
         if self._due:
-            core.chores.append(Chore(ticket.model, self.go_on, party=ticket.party))
+            core.later(ticket.model, self.go_on, party=ticket.party)
         if core.on_ended is not None:
             core.on_ended([*ended, ticket.id])
         waiters, pin = ticket.waiters, ticket.pin
@@ -239,7 +238,10 @@ def _settle_part(core: Core, ticket: Ticket, left: float) -> float:
         if ticket.direction is Direction.STORE and not arrived:
             did_not_come(core, model, rows)
         model.blocks.finish_fills(place, rows, arrived=arrived, may_write=ticket.may_write)
-        observers.landed(core, ticket, len(rows))
+        if ticket.direction is Direction.LOAD:
+            model.reuse.unloaded += 0 if arrived else len(rows)
+            if ticket.source is not None:
+                core.count(Count.PEER_BLOCKS, len(rows) if arrived else 0)
         if arrived and ticket.direction is not Direction.LOAD:
             came_to_host(core, model, rows)
         elif arrived and ticket.source is None:
@@ -260,7 +262,7 @@ def _settle_rest(core: Core, ticket: Ticket) -> None:
     """End a ticket whose copies are settled, and wake its waiters."""
     model = core.ledger.models[ticket.model]
     replica = model.any_replica(ticket.replica)
-    observers.ended(core, ticket)
+    core.count(Count.TICKETS_FAILED if ticket.reason else Count.TICKETS_DONE)
     if ticket.pin is not None:
         ticket.pin.let_go()
     _tell_waiters(core, replica, ticket)
@@ -268,8 +270,8 @@ def _settle_rest(core: Core, ticket: Ticket) -> None:
         ticket.room.top_up()
     ticket.forget_parts()
     remember_dropped(core, model)
-    if ticket.direction is Direction.LOAD:
-        unstage_all(core, model)
+    if ticket.direction is Direction.LOAD and model.stored.landed:
+        core.begin(model.id, partial(next_slice, _unstaging(core, model)))
     look_ahead(core, model, replica)
 
 
@@ -336,20 +338,14 @@ def unstage(model: Model, key: bytes) -> int:
     return len(run)
 
 
-def unstage_all(core: Core, model: Model) -> None:
-    """A load has ended: free what it no longer needs on the host, as a background task."""
-    if model.stored.landed:
-        begin(core.chores, model.id, partial(_unstage_some, core, model, iter(list(model.stored.landed))))
-
-
-def _unstage_some(core: Core, model: Model, keys: Iterator[bytes]) -> bool:
-    """A turn of it; True when all were looked at."""
+def _unstaging(core: Core, model: Model) -> Iterator[None]:
+    """Free what ended loads no longer need on the host."""
     left = core.turns.evicted
-    for key in keys:
+    for key in list(model.stored.landed):
         left -= max(1, unstage(model, key))
         if left <= 0:
-            return False
-    return True
+            yield
+            left = core.turns.evicted
 
 
 # Room made ahead: a few device pages are kept free, so that a short load and a request's first blocks find theirs.
@@ -388,24 +384,19 @@ def pages_ahead(core: Core, place: Place) -> int:
 def look_ahead(core: Core, model: Model, replica: Replica) -> None:
     """Pages were taken, or blocks can go that could not before: make room once half of it is used up."""
     wanted = pages_ahead(core, replica.place)
-    if replica.is_making_room or replica.gone or not wanted or 2 * replica.place.free_blocks >= wanted:
-        return
-    replica.is_making_room = True
-    core.chores.append(Chore(model.id, partial(_go_on, core, model, replica), gives_back=False))
+    if not replica.gone and wanted and 2 * replica.place.free_blocks < wanted:
+        core.later_once((look_ahead, model.id, replica.id), model.id, partial(_make_ahead, core, model, replica))
 
 
-def _go_on(core: Core, model: Model, replica: Replica) -> bool:
+def _make_ahead(core: Core, model: Model, replica: Replica) -> bool:
     """A turn; True when there is room enough, or the next block cannot go."""
-    replica.is_making_room = False  # first: a defect in what follows ends it, and not for good
     short = pages_ahead(core, replica.place) - replica.place.free_blocks
-    found = 0
-    if short > 0 and not (model.suspect or replica.gone) and core.ledger.models.get(model.id) is model:
-        plan = model.evictor.plan_backed(replica.place, short, max(1, core.turns.evicted // SHARE_OF_TURN))
-        found = plan.found
-        if found:
-            carry_out(core, model, plan)
-    replica.is_making_room = 0 < found < short
-    return not replica.is_making_room
+    if short <= 0 or model.suspect or replica.gone or core.ledger.models.get(model.id) is not model:
+        return True
+    plan = model.evictor.plan_backed(replica.place, short, max(1, core.turns.evicted // SHARE_OF_TURN))
+    if plan.found:
+        carry_out(core, model, plan)
+    return not 0 < plan.found < short
 
 
 def carry_out(core: Core, model: Model, plan: EvictionPlan, ticket: int = 0) -> Filling:
@@ -437,18 +428,14 @@ def set_eviction(core: Core, name: str) -> None:
 
 def _prune(core: Core, model: Model) -> bool:
     """A turn of forgetting bare rows; True when no more can go."""
-    model.is_pruning = False  # first: a defect in what follows ends it, and not for good
-    is_over = core.ledger.models.get(model.id) is not model or forget_bare(model.blocks, core.turns.landed)
-    model.is_pruning = not is_over
-    return is_over
+    return core.ledger.models.get(model.id) is not model or forget_bare(model.blocks, core.turns.landed)
 
 
 def remember_dropped(core: Core, model: Model, cause: Miss = Miss.EVICTED) -> None:
     """Remember which blocks left the index and why, and for the write policy their reuse counts. Bare rows that were
     above them leave as a chore."""
-    if model.blocks.index.childless and not model.is_pruning:
-        model.is_pruning = True
-        core.chores.append(Chore(model.id, partial(_prune, core, model), gives_back=False))
+    if model.blocks.index.childless:
+        core.later_once((_prune, model.id), model.id, partial(_prune, core, model))
     dropped = model.blocks.dropped
     if not dropped:
         return

@@ -54,8 +54,7 @@ class Replica:
     """A set of devices (one for each rank) that share one page-id space for each group.
 
     ``shadow``: gets its hits, where policies are compared. ``failed_drains``: write-backs that failed in a row;
-    ``unsaved``: evictions since then that saved nothing. ``gone``: why its memory does not exist any more;
-    ``is_emptying`` while what was there is being forgotten. ``is_making_room``: ahead of later requests.
+    ``unsaved``: evictions since then that saved nothing. ``gone``: why its memory does not exist any more.
     """
 
     id: int
@@ -66,8 +65,6 @@ class Replica:
     unsaved: int = 0
     shadow: Shadow | None = None
     gone: str = ""
-    is_emptying: bool = False
-    is_making_room: bool = False
 
 
 class PendingReplica(NamedTuple):
@@ -87,10 +84,10 @@ class Model:
     ``remembered``: reuse counts of dropped blocks, newest last. ``tenant``: its owner; empty: shared by all tenants
     without a name. ``reserved_pages``: number of first pages of every device pool that the engines own. ``is_salted``:
     its namespace is a secret of the engines that know the salt. ``suspect``: what broke in the midst of a change to it;
-    nothing is served of it until it was verified. ``defects``: how often that happened. ``is_pruning``: rows that only
-    had lost children are being forgotten. ``expected``: engines that have registered and not opened a lease yet, which
-    they are given time for until ``expected_until``. ``display_name``: for operators, the first one that an engine
-    gave. ``weights_version``: the last announcement of an operator. ``party``: the process that registered it.
+    nothing is served of it until it was verified. ``defects``: how often that happened. ``expected``: engines that have
+    registered and not opened a lease yet, which they are given time for until ``expected_until``. ``display_name``: for
+    operators, the first one that an engine gave. ``weights_version``: the last announcement of an operator. ``party``:
+    the process that registered it.
     """
 
     id: int
@@ -122,7 +119,6 @@ class Model:
     expected_until: float = 0.0
     suspect: str = ""
     defects: int = 0
-    is_pruning: bool = False
     party: Party = BACKGROUND
 
     @property
@@ -291,7 +287,7 @@ class Lease:
 
     ``prefetches``: those that have not ended. ``stock[g]`` are granted pages that no sequence has taken yet;
     ``grown`` how many blocks its sequences have grown by that the stock has had no pages for yet, ``room`` what is
-    kept for it of these, ``is_replacing`` while more is evicted in turns. ``quarantine``: pages that wait for the
+    kept for it of these. ``quarantine``: pages that wait for the
     processes; ``attached`` the ranks that each process has mapped; ``opened_by`` the opener's token and request_id;
     ``party``: whose share it counts to.
     Once it is lost: ``is_quiet`` where nothing can write its pages any more, ``is_ending`` while what it has is
@@ -310,7 +306,6 @@ class Lease:
     prefetches: dict[Prefetch, None] = field(default_factory=dict)
     grown: int = 0
     room: Reservation | None = None
-    is_replacing: bool = False
     stock: list[set[int]] = field(default_factory=list)
     state: LeaseState = LeaseState.LIVE
     why: str = ""

@@ -328,7 +328,6 @@ class Stored:
     written: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
     coming: set[bytes] = field(default_factory=set)
     used: dict[bytes, int] = field(default_factory=dict)
-    is_spreading: bool = False
     reused: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     staged: set[bytes] = field(default_factory=set)
     landed: set[bytes] = field(default_factory=set)

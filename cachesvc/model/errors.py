@@ -73,6 +73,10 @@ class CacheError(Exception):
     code: ErrorCode = ErrorCode.INVALID
     sequence_id: int | None = None
 
+    def __init__(self, message: str = "", **facts: object) -> None:
+        super().__init__(message)
+        self.__dict__.update(facts)
+
     @classmethod
     def from_message(cls, message: str, facts: Mapping[str, int | str] | None = None) -> Self:
         """Make an error from its sentence and its facts. Facts that this kind of error does not declare are dropped."""
@@ -107,8 +111,9 @@ class KeyMisplaced(InvalidRequest):
     block: int | None = None
 
     def __init__(self, block: int) -> None:
-        super().__init__(f"block {block}: its key is not that of a block below those before it; chain the keys")
-        self.block = block
+        super().__init__(
+            f"block {block}: its key is not that of a block below those before it; chain the keys", block=block
+        )
 
 
 class KeyReused(InvalidRequest):
@@ -117,8 +122,9 @@ class KeyReused(InvalidRequest):
     request_id: int | None = None
 
     def __init__(self, request_id: int) -> None:
-        super().__init__(f"request_id {request_id} was used before for a different request; use a new id")
-        self.request_id = request_id
+        super().__init__(
+            f"request_id {request_id} was used before for a different request; use a new id", request_id=request_id
+        )
 
 
 class NotFound(CacheError):
@@ -127,9 +133,7 @@ class NotFound(CacheError):
     name: object = None
 
     def __init__(self, kind: str, name: object, hint: str = "") -> None:
-        super().__init__(f"unknown {kind} {name!r}" + (f"; {hint}" if hint else ""))
-        self.kind = kind
-        self.name = name
+        super().__init__(f"unknown {kind} {name!r}" + (f"; {hint}" if hint else ""), kind=kind, name=name)
 
 
 class Conflict(CacheError):
@@ -163,9 +167,9 @@ class LeaseLost(CacheError):
     why: str | None = None
 
     def __init__(self, lease: str, why: str) -> None:
-        super().__init__(f"lease {lease} is lost ({why}); recompute, open a new lease and attach again")
-        self.lease = lease
-        self.why = why
+        super().__init__(
+            f"lease {lease} is lost ({why}); recompute, open a new lease and attach again", lease=lease, why=why
+        )
 
 
 class NotOwned(CacheError):
@@ -216,16 +220,18 @@ class PoolExhausted(CacheError):
             hint = f"too large: {remedy or advice}"
         beside = f" beside {own} of its own" if own else ""
         counts = f"free {free}, evictable {evictable}, pinned or private {pinned}, quarantined {quarantined}"
-        super().__init__(f"{pool}: wanted {wanted} pages{beside}, {counts}, capacity {capacity}; {hint}")
-        self.pool = pool
-        self.wanted = wanted
-        self.free = free
-        self.evictable = evictable
-        self.pinned = pinned
-        self.quarantined = quarantined
-        self.capacity = capacity
-        self.own = own
-        self.reason = "too large" if is_too_large else "full"
+        super().__init__(
+            f"{pool}: wanted {wanted} pages{beside}, {counts}, capacity {capacity}; {hint}",
+            pool=pool,
+            wanted=wanted,
+            free=free,
+            evictable=evictable,
+            pinned=pinned,
+            quarantined=quarantined,
+            capacity=capacity,
+            own=own,
+            reason="too large" if is_too_large else "full",
+        )
 
     @property
     def can_never_fit(self) -> bool:
@@ -245,10 +251,7 @@ class LimitExceeded(CacheError):
         return cls(what, got, limit, f"{otherwise}, or have the operator raise {setting} and reload")
 
     def __init__(self, what: str, got: int, limit: int, hint: str = "send less at a time") -> None:
-        super().__init__(f"{what}: {got} is more than the limit of {limit}; {hint}")
-        self.what = what
-        self.got = got
-        self.limit = limit
+        super().__init__(f"{what}: {got} is more than the limit of {limit}; {hint}", what=what, got=got, limit=limit)
 
 
 class EventsMissed(CacheError):
@@ -265,10 +268,10 @@ class EventsForgotten(EventsMissed):
 
     def __init__(self, wanted: int, first: int) -> None:
         super().__init__(
-            f"change {wanted} is no longer known, the oldest that is has number {first}; subscribe with a snapshot"
+            f"change {wanted} is no longer known, the oldest that is has number {first}; subscribe with a snapshot",
+            wanted=wanted,
+            first=first,
         )
-        self.wanted = wanted
-        self.first = first
 
 
 class OtherEpoch(EventsMissed):
@@ -278,9 +281,9 @@ class OtherEpoch(EventsMissed):
     epoch: int | None = None
 
     def __init__(self, wanted: int, epoch: int) -> None:
-        super().__init__(f"epoch {wanted} is over, this is epoch {epoch}; subscribe with a snapshot")
-        self.wanted = wanted
-        self.epoch = epoch
+        super().__init__(
+            f"epoch {wanted} is over, this is epoch {epoch}; subscribe with a snapshot", wanted=wanted, epoch=epoch
+        )
 
 
 class SubscriberTooSlow(EventsMissed):
@@ -293,10 +296,10 @@ class SubscriberTooSlow(EventsMissed):
     def __init__(self, behind: int, keep: int) -> None:
         super().__init__(
             f"the subscriber is {behind} changes behind, and {keep} are kept; subscribe anew with a snapshot, and take "
-            "the answers off the stream before working on them"
+            "the answers off the stream before working on them",
+            behind=behind,
+            keep=keep,
         )
-        self.behind = behind
-        self.keep = keep
 
 
 class QuotaExceeded(CacheError):
@@ -311,11 +314,13 @@ class QuotaExceeded(CacheError):
     def __init__(self, tenant: str, what: str, got: int | None, limit: int, hint: str) -> None:
         whose = f"tenant {tenant!r}" if tenant else "the shared tenant"
         asked = "asked more often" if got is None else f"{got} is more"
-        super().__init__(f"quota {what} of {whose}: {asked} than the limit of {limit}; {hint}")
-        self.tenant = tenant
-        self.what = what
-        self.got = got
-        self.limit = limit
+        super().__init__(
+            f"quota {what} of {whose}: {asked} than the limit of {limit}; {hint}",
+            tenant=tenant,
+            what=what,
+            got=got,
+            limit=limit,
+        )
 
 
 class Unauthenticated(CacheError):

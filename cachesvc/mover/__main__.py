@@ -30,7 +30,7 @@ from cachesvc.model.text import Parser
 from cachesvc.mover.life import ListedGpu
 from cachesvc.mover.records import Settings
 from cachesvc.mover.server import Equipment, MoverServer
-from cachesvc.swap.templates import H100_COSTS, LinkCosts, costs_of
+from cachesvc.swap.planner import H100_COSTS, LinkCosts, costs_of
 from cachesvc.telemetry.events import start_logging
 
 if TYPE_CHECKING:
@@ -127,12 +127,12 @@ def _cuda(settings: Settings, neighbours: Neighbours) -> Equipment:
         from gpu_ops.calibration import calibrate
 
         try:
-            figures = calibrate(gpu)
+            figures = asdict(calibrate(gpu))
         except RuntimeError as error:
             raise Unavailable(
                 f"GPU {gpu.uuid} cannot be measured: {error}; see nvidia-smi and ulimit -l, or use --calibration never"
             ) from error
-        return asdict(figures), costs_of(figures)
+        return figures, costs_of(figures)
 
     def stores_at_once(begin: float, seconds: float) -> float:
         from gpu_ops.calibration import store_rate

@@ -43,7 +43,7 @@ from cachesvc.mover.records import (
     told_as,
 )
 from cachesvc.swap.movers import InProcessMovers, RankEnd
-from cachesvc.swap.templates import LinkCosts, costs_told
+from cachesvc.swap.planner import LinkCosts, costs_of
 
 log = logging.getLogger(__name__)
 
@@ -358,7 +358,7 @@ class _Work:
 
     def _plan_by(self, asked: Message) -> Message:
         """Plan by another mover's measurements of this device."""
-        self._inside.plan_by(costs_told(asked.head["figures"]))
+        self._inside.plan_by(costs_of(asked.head["figures"]))
         return Message({})
 
     def _watch(self, asked: Message) -> Message:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from google.protobuf.message import Message
 
 from cachesvc.flows.core import Core
-from cachesvc.flows.sizing import pool_device_bytes, pool_host_bytes, pool_pages
+from cachesvc.flows.registration import pool_device_bytes, pool_host_bytes, pool_pages
 from cachesvc.ledger.ledger import Lease, LeaseState, Ledger, Model
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.errors import InvalidRequest, NotFound

@@ -21,8 +21,8 @@ from cachesvc.model.layout import Geometry, Layout, device_geometry, host_geomet
 from cachesvc.model.numbers import Histogram
 from cachesvc.model.words import CopiesHang, Direction, TimelineSlot, Transfer, Urgency
 from cachesvc.swap.movers import Movers, RankEnd, RankJob, SlotPool
-from cachesvc.swap.planner import ALL_BUT_FIRST, GroupMove, Pool
-from cachesvc.swap.templates import PEER_RATE
+from cachesvc.swap.planner import ALL_BUT_FIRST, PEER_RATE, GroupMove, Pool
+from cachesvc.telemetry.tracing import Tracer, TransferSpan, TransferTimes
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class _Flight:
     urgency: Urgency
     submitted: float
     began: float | None = None
-    trace: TransferTrace | None = None
+    trace: TransferSpan | None = None
     error: Exception | None = None
 
 
@@ -55,16 +55,17 @@ class SwapEngine:
     def __init__(
         self,
         movers: Movers,
-        on_done: OnDone,
+        on_done: OnDone | None = None,
         *,
         layers_per_step: int | None = None,
-        tracer: TransferTracer | None = None,
+        tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``layers_per_step``: of layered loads; None lets the movers choose. ``clock``: the movers'."""
+        """``on_done`` may be set until it starts. ``layers_per_step``: of layered loads; None lets the movers choose.
+        ``clock``: the movers'."""
         self._movers = movers
         self.layers_per_step = layers_per_step
-        self._on_done = on_done
+        self.on_done = on_done
         self._models: dict[int, AttachedModel] = {}
         self._flights: dict[int, _Flight] = {}
         self._hang: set[int] = set()
@@ -299,7 +300,8 @@ class SwapEngine:
         else:
             slots.release(flight.slot)
         try:
-            self._on_done(flight.transfer.ticket, flight.error)
+            if self.on_done is not None:
+                self.on_done(flight.transfer.ticket, flight.error)
         except Exception:
             log.exception("swap_done_callback_failed ticket=%d", flight.transfer.ticket)
         if flight.trace is not None:
@@ -315,21 +317,6 @@ def _move_bytes(moves: Sequence[GroupMove]) -> int:
     return sum(len(move.device_pages) * move.page_bytes for move in moves)
 
 
-class TransferEnds:
-    """The way from the swap engine to the node, which is made after it: ``connect`` them before either starts."""
-
-    def __init__(self) -> None:
-        self._told: list[Callable[[int, Exception | None], None]] = []
-
-    def connect(self, told: Callable[[int, Exception | None], None]) -> None:
-        self._told.append(told)
-
-    def tell(self, ticket: int, error: Exception | None) -> None:
-        """Report an ended transfer, from any thread."""
-        for told in self._told:
-            told(ticket, error)
-
-
 DIRECTIONS = ("h2d", "d2h", "p2p")
 
 
@@ -338,28 +325,6 @@ def direction_of(transfer: Transfer) -> str:
     if transfer.source_replica is not None:
         return "p2p"
     return "h2d" if transfer.direction is Direction.LOAD else "d2h"
-
-
-class TransferTimes(NamedTuple):
-    """Monotonic seconds: queued, its first slice started (None: it never was), ended."""
-
-    submitted: float
-    began: float | None
-    ended: float
-
-
-class TransferTrace(Protocol):
-    """A transfer with a trace."""
-
-    def ended(self, times: TransferTimes, error: Exception | None) -> None:
-        """The transfer has ended; called once, from any thread."""
-
-
-class TransferTracer(Protocol):
-    """Traces transfers that traced calls begin."""
-
-    def begin(self, transfer: Transfer, size_bytes: int) -> TransferTrace | None:
-        """Begin a trace where the transfer is submitted; None: the running call has no trace."""
 
 
 class Waiting(NamedTuple):

@@ -16,18 +16,17 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from cachesvc.memory.host_pool import FreeRanges
-from cachesvc.memory.interface import Backend, CopyJob, CopyStep, CopyStream, DeviceMemory, Timeline
+from cachesvc.memory.interface import Backend, CopyJob, CopyStream, DeviceMemory, Timeline
 from cachesvc.model.errors import LimitExceeded, Unavailable
 from cachesvc.model.layout import PLANE_ALIGN_BYTES, Layout, slab_strides
 from cachesvc.model.words import Direction, TimelineSlot, Urgency
-from cachesvc.swap.planner import GroupMove, Pool, plan
-from cachesvc.swap.templates import LinkCosts, peer_costs
+from cachesvc.swap.planner import GroupMove, LinkCosts, Pool, peer_costs, plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +190,17 @@ class InProcessMovers:
 
     def _queue(self, mine: _UnderWay, submit: Callable[[CopyStream, CopyJob], None]) -> None:
         job, slot = mine.job, mine.job.slot
+        steps = plan(
+            job.moves,
+            job.direction,
+            layers=slot.layers,
+            base=slot.base,
+            layers_per_step=job.layers_per_step,
+            costs=self._peer_costs if job.is_from_peer else self._costs,
+        )
         copies = CopyJob(
             ticket=job.ticket,
-            steps=self._steps(job),
+            steps=steps,
             word=slot.word,
             failed_word=slot.failed_word,
             end_value=slot.end,
@@ -202,25 +209,15 @@ class InProcessMovers:
             begun=lambda now: self._begin(mine, now),
             size_bytes=sum(len(move.device_pages) * move.page_bytes for move in job.moves),
         )
-        submit(self._stream(job), copies)
+        if job.is_from_peer:
+            stream = self._backend.peer_stream(job.device)
+        elif job.direction is Direction.LOAD:
+            stream = self._backend.load_stream(job.device)
+        else:
+            stream = self._backend.store_stream(job.device)
+        submit(stream, copies)
         if mine.urgency is not copies.urgency:  # expedited by another thread before they were queued
             self._backend.expedite(job.device, job.ticket)
-
-    def _stream(self, job: RankJob) -> CopyStream:
-        if job.is_from_peer:
-            return self._backend.peer_stream(job.device)
-        is_load = job.direction is Direction.LOAD
-        return self._backend.load_stream(job.device) if is_load else self._backend.store_stream(job.device)
-
-    def _steps(self, job: RankJob) -> Iterator[CopyStep]:
-        return plan(
-            job.moves,
-            job.direction,
-            layers=job.slot.layers,
-            base=job.slot.base,
-            layers_per_step=job.layers_per_step,
-            costs=self._peer_costs if job.is_from_peer else self._costs,
-        )
 
     def _begin(self, mine: _UnderWay, now: float) -> None:
         mine.began = now

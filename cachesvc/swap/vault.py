@@ -1,7 +1,7 @@
 """Allocator of pools: device slabs from the backend, host slabs from the host pool.
 
 Making and freeing device memory waits for drivers, so it may be done on any thread, by one at a time for each device:
-``open_replica``, ``close_model`` and ``close_retired``. Host memory waits for none: ``open_host`` and ``free_retired``
+``open_replica`` and ``close_retired``. Host memory waits for none: ``open_host`` and ``free_retired``
 may be called on any thread. Everything else is called where the ledger is and never waits.
 A model of which something is still to be made or freed is not in the ledger.
 """
@@ -326,11 +326,6 @@ class Vault:
         with self._lock:
             holding.serving.pop(replica, None)
         self._serve(holding)
-
-    def close_model(self, model: int) -> None:
-        """Free the memory of a model that did not come into the ledger, and of other retired ones."""
-        self.retire(model)
-        self.close_retired()
 
     def require_answers(self, devices: Iterable[str]) -> None:
         """Raises Unavailable where one of the devices does not answer now."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from cachesvc.model.words import Transfer
 
@@ -19,20 +19,12 @@ _HEADERS = ("traceparent", "tracestate")
 _SAMPLED = 1
 
 
-class Times(Protocol):
-    """Monotonic seconds of a transfer."""
+class TransferTimes(NamedTuple):
+    """Monotonic seconds: queued, its first slice started (None: it never was), ended."""
 
-    @property
-    def submitted(self) -> float:
-        """Time of its submission."""
-
-    @property
-    def began(self) -> float | None:
-        """Start of its first slice; None: it never started."""
-
-    @property
-    def ended(self) -> float:
-        """Time of its end."""
+    submitted: float
+    began: float | None
+    ended: float
 
 
 class Span:
@@ -141,7 +133,7 @@ class TransferSpan:
     def __init__(self, span: Any) -> None:
         self._span = span
 
-    def ended(self, times: Times, error: Exception | None) -> None:
+    def ended(self, times: TransferTimes, error: Exception | None) -> None:
         """The transfer has ended; from any thread."""
         began = times.ended if times.began is None else times.began
         late = time.monotonic() - times.ended

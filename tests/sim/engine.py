@@ -7,14 +7,13 @@ from functools import partial
 
 from cachesvc_client.core.keys import block_keys
 
-from cachesvc.flows.allocate import allocate, swap_in, swap_out
+from cachesvc.flows.allocate import allocate, extend, refill_stock, swap_in, swap_out
 from cachesvc.flows.core import resolve
 from cachesvc.flows.leases import pause_write_backs
+from cachesvc.flows.loads import Sharing
 from cachesvc.flows.match import match, prefetch
 from cachesvc.flows.publish import Publishing, publish
 from cachesvc.flows.recycle import recycle, release
-from cachesvc.flows.replicas import Sharing
-from cachesvc.flows.stock import extend, refill_stock
 from cachesvc.ledger.ledger import first_id
 from cachesvc.ledger.tickets import TicketState
 from cachesvc.model.answers import Allocated, GroupCells, Matched, Published, Swapped, Wait

@@ -12,8 +12,7 @@ from functools import partial
 
 from cachesvc.flows import pinning
 from cachesvc.flows.leases import empty_lost, lose_silent
-from cachesvc.flows.registration import Registered, RegisterRequest, register
-from cachesvc.flows.sizing import PoolRequest
+from cachesvc.flows.registration import PoolRequest, Registered, RegisterRequest, register
 from cachesvc.model.errors import PoolExhausted, Unavailable
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import Direction, PageState

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple, NoReturn
 
 from cachesvc.flows.core import Call, Core
-from cachesvc.flows.sizing import Budget
+from cachesvc.flows.registration import Budget
 from cachesvc.ledger.sequence_state import AWAY
 from cachesvc.model.errors import InvalidRequest, QuotaExceeded
 from cachesvc.model.numbers import Bucket, most_of

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cachesvc.flows.core import LEASES_ENDED
-from cachesvc.ledger.ledger import LeaseState, Model
+from cachesvc.ledger.ledger import LeaseEnd, LeaseState, Model
 from cachesvc.ledger.page_pool import PlaceCounts
 from cachesvc.ledger.reuse_stats import Miss
 from cachesvc.ledger.tier_copies import Place
@@ -107,8 +106,8 @@ class MetricValues:
         reading.put("lease_silence_seconds", silence)
         reading.put("lease_silence_limit_seconds", self.facts.lease_seconds)
         reading.put("processes", view.processes)
-        for cause, count_name in LEASES_ENDED.items():
-            reading.put("leases_ended", view.counters.get(count_name, 0), cause.value)
+        for cause in LeaseEnd:
+            reading.put("leases_ended", view.counters.get(f"leases_ended_{cause.value}", 0), cause.value)
 
     def _transfers(self, reading: Reading) -> None:
         counts = self.engine.transfers

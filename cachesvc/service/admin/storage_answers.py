@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 from kvcache.v1 import storage_pb2
 
 from cachesvc.flows.core import Count
-from cachesvc.flows.presence import forget_all
+from cachesvc.flows.stored import forget_all
 from cachesvc.model.errors import InvalidRequest, NotFound, Unavailable
 from cachesvc.model.text import one_line
 from cachesvc.questions.view import View

@@ -8,7 +8,7 @@ from functools import partial
 from math import inf
 
 from cachesvc.flows.core import Promise
-from cachesvc.flows.lend import end_lending, lend
+from cachesvc.flows.loads import end_lending, lend
 from cachesvc.flows.match import computing_blocks
 from cachesvc.ledger.change_log import STORAGE, Kind
 from cachesvc.ledger.ledger import Model

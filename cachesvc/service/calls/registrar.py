@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from cachesvc.flows.registration import (
     Registered,
     RegisterRequest,
-    Registration,
-    begin,
+    Work,
+    claimed,
     devices_of,
     find,
     models_on_host,
+    registering,
 )
 from cachesvc.ledger.ledger import Model
 from cachesvc.model.errors import CacheError, Unavailable
@@ -51,7 +54,7 @@ class Registrar:
 
     async def register(self, request: RegisterRequest, caller: CallerKey) -> Registered:
         """Have a model's pools made, in the caller's turn, or find that they were made meanwhile. Raises as
-        ``models.register``."""
+        ``flows.registration.registering``."""
         devices = frozenset(devices_of(self._node.vault, request))
         await self._take_turn(caller, devices)
         if self._is_closed:
@@ -116,12 +119,9 @@ class Registrar:
         node = self._node
         try:
             await asyncio.to_thread(node.vault.require_answers, devices)  # first: no model leaves for nothing
-            async with self._planning:
-                begun = node.run(begin, node.core, node.vault, request)
-                if isinstance(begun, Registered):
-                    return begun
-                await self._plan(begun)
-            made = await self._make(begun)
+            made = await self._carry_through(request)
+            if made.existed:
+                return made
         except CacheError:
             raise
         except Exception:  # the caller may have gone: no other code would log it
@@ -154,20 +154,26 @@ class Registrar:
                 others=others,
             )
 
-    async def _plan(self, begun: Registration) -> None:
+    async def _carry_through(self, request: RegisterRequest) -> Registered:
+        """Drive a registration: its own code where the ledger is, its work on threads."""
         node = self._node
-        await asyncio.to_thread(begun.plan, node.vault)
-        while not node.run(begun.evict, node.core, node.vault):  # an engine came back to an idle model
-            await asyncio.to_thread(begun.plan, node.vault)
-        await asyncio.to_thread(begun.reserve, node.vault)
-        node.run(begun.claim, node.core)
-
-    async def _make(self, begun: Registration) -> Registered:
-        node = self._node
+        flow = registering(node.core, node.vault, request, node.now)
+        go_on: Callable[[], Work] = partial(next, flow)
+        await self._planning.acquire()
+        is_planning = True
         try:
-            await asyncio.to_thread(begun.make, node.vault)
-        except BaseException:
-            node.run(begun.give_up, node.core, node.vault)
-            await asyncio.to_thread(node.vault.free_retired)
-            raise
-        return node.run(begun.enter, node.core, node.vault, node.now())
+            while True:
+                work = node.run(go_on)
+                if work is claimed:
+                    self._planning.release()
+                    is_planning = False
+                try:
+                    go_on = partial(flow.send, await asyncio.to_thread(work))
+                except BaseException as broken:  # noqa: BLE001 - it raises it, or gives up first
+                    go_on = partial(flow.throw, broken)
+        except StopIteration as ended:
+            made: Registered = ended.value
+            return made
+        finally:
+            if is_planning:
+                self._planning.release()

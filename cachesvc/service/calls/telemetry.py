@@ -11,8 +11,8 @@ from kvcache.v1 import admin_pb2, cache_pb2, engine_pb2, event_pb2, lease_pb2
 from cachesvc.flows.core import Core
 from cachesvc.flows.expected import tick_expected
 from cachesvc.flows.fetch import fetched
-from cachesvc.flows.presence import forget, forget_all, spread_all
 from cachesvc.flows.storage_writes import begin_soon, kept, pump_all
+from cachesvc.flows.stored import forget, forget_all, spread_all
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.tier_copies import NO_ROW
 from cachesvc.model.words import READY

@@ -16,7 +16,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from kvcache.v1 import admin_pb2, status_pb2
 
@@ -28,7 +28,6 @@ from cachesvc.service.access.tokens import Keyring, Shown
 from cachesvc.service.host.health import Serving
 from cachesvc.service.loop.line import LoopWatch
 from cachesvc.service.loop.node import Node
-from cachesvc.swap.templates import Figures
 from cachesvc.telemetry import events
 
 PROBE_SECONDS = 2.0
@@ -143,31 +142,15 @@ def require_working(backend: DeviceMemory, devices: tuple[str, ...]) -> None:
             )
 
 
-class Link(Figures, Protocol):
-    """Measured figures of a device's link."""
-
-    @property
-    def store_bytes_per_us(self) -> float:
-        """Device -> host."""
-
-    @property
-    def both_bytes_per_us(self) -> float:
-        """Rate of both directions at once, summed."""
-
-    @property
-    def narrow_plane_bytes(self) -> int:
-        """Planes narrower than this load at less than half of the link's speed."""
-
-
 @dataclass(frozen=True, slots=True)
 class DeviceLine:
-    """One device as operators see it. ``link`` is None where it was not measured."""
+    """One device as operators see it. ``link``: its ``LinkFigures`` (``gpu_ops``); None where it was not measured."""
 
     uuid: str
     name: str
     pool_bytes: int
     context_bytes: int
-    link: Link | None
+    link: Any
 
     def logged(self) -> dict[str, object]:
         """Fields for the log, whose events have a name of their own."""

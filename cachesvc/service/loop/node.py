@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-from cachesvc.flows.core import NO_MODEL, Call, Chore, Chores, Core, Count, go_on_with
+from cachesvc.flows.core import NO_MODEL, Call, Chore, Core, Count
 from cachesvc.flows.leases import LEASES_A_TURN, empty_lost, lose_device, lose_silent, may_map, process_gone
-from cachesvc.flows.pinning import distrust, expire_pins, trust
+from cachesvc.flows.pinning import expire_pins
 from cachesvc.flows.registration import host_pages_arrived
 from cachesvc.flows.transfers import land
 from cachesvc.ledger.ledger import Lease
@@ -165,14 +165,14 @@ class Node:
         """Serve no calls of a model any more, until it is verified: a defect may have left its accounting wrong."""
         known = self.core.ledger.models.get(model)
         if known is not None:
-            distrust(known, why)
+            known.distrust(why)
         self.core.count(Count.MODELS_DISTRUSTED)
         events.warning("model_distrusted", model=model, reason=why)
 
     def trust(self, model: int) -> None:
         """A model was verified and found sound: serve it again."""
         if self.core.ledger.model(model).suspect:
-            trust(self.core, model)
+            self.core.ledger.model(model).suspect = ""
             events.event("model_trusted", model=model)
 
     async def wait_out(
@@ -376,10 +376,11 @@ class Node:
         began = self.loop_watch.begin()
         self.core.ledger.moment.seconds = self.now()
         self._is_tidying = False
-        chore = self.core.chores.popleft()
+        chore = self.core.chores.take()
         model = chore.model
         try:
-            go_on_with(self.core.chores, chore)
+            if not chore.go_on():
+                self.core.chores.add(chore.party, chore)
         except CacheError as refusal:  # as a call is refused: it has changed nothing by halves
             self.core.count(Count.CHORES_REFUSED)
             events.warning("chore_refused", model=model, reason=str(refusal))
@@ -517,7 +518,7 @@ class Collector:
         gc.enable()
         gc.unfreeze()
 
-    def glance(self, chores: Chores) -> None:
+    def glance(self, chores: Rounds[Party, Chore]) -> None:
         """Something was done: where enough is new it is passed over in the next turn. Behind thousands of chores there
         would be ten times as much by then."""
         self._flows += 1
@@ -525,7 +526,7 @@ class Collector:
         is_much = self._flows_since_pass >= self._flows_a_pass or gc.get_count()[0] > YOUNG_OBJECTS
         if is_much and not self._is_lined_up:
             self._is_lined_up = True
-            chores.appendleft(Chore(NO_MODEL, self._pass_over_new))
+            chores.add_first(NO_PARTY, Chore(NO_MODEL, self._pass_over_new))
 
     def _pass_over_new(self) -> bool:
         self._is_lined_up = False

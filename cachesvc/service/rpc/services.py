@@ -10,8 +10,7 @@ from kvcache.v1 import cache_pb2, cache_pb2_grpc, common_pb2, engine_pb2, engine
 from kvcache.v1.cache_pb2 import OperationError
 
 from cachesvc.flows.leases import attach, close_lease, detach, find_lease, open_lease, pause_write_backs
-from cachesvc.flows.registration import Registered, RegisterRequest
-from cachesvc.flows.sizing import Budget, PoolRequest
+from cachesvc.flows.registration import Budget, PoolRequest, Registered, RegisterRequest
 from cachesvc.flows.transfers import expedite, ticket_view
 from cachesvc.ledger.ledger import first_id
 from cachesvc.memory.interface import DeviceMemory, Handle

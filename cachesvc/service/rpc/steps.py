@@ -25,14 +25,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from google.protobuf.message import Message
 from kvcache.v1 import cache_pb2
 
-from cachesvc.flows.allocate import allocate, swap_in, swap_out
+from cachesvc.flows.allocate import allocate, check_stock, extend, extend_many, refill_stock, swap_in, swap_out
 from cachesvc.flows.core import Call, Core
+from cachesvc.flows.loads import Sharing
 from cachesvc.flows.make_room import room_left
 from cachesvc.flows.match import match, prefetch, require_clock
 from cachesvc.flows.publish import Publishing, is_tight, publish, publish_many
 from cachesvc.flows.recycle import Recycling, ended, recycle, recycle_many, release, release_many
-from cachesvc.flows.replicas import Sharing
-from cachesvc.flows.stock import check_stock, extend, extend_many, refill_stock
 from cachesvc.ledger.ledger import member_of
 from cachesvc.ledger.tier_copies import Place
 from cachesvc.model.answers import (
@@ -390,7 +389,7 @@ class StepRun:
 TURN_BLOCKS = 256
 """Blocks of straight entries before other calls get their turn: some 0.5 ms."""
 
-_FLOWS: dict[Column, Callable[..., None]] = {
+_FLOWS: dict[Column, Callable[..., object]] = {
     GROW: extend_many,
     PUBLISH: publish_many,
     RECYCLE: recycle_many,

@@ -5,16 +5,34 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import socket
 import subprocess
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cachesvc.config import Config
+from cachesvc.config import LIVE, MIN_SLICE_BYTES, SETTINGS, Config, load_config
 from cachesvc.hardware import port_trouble
 from cachesvc.machine import MISSING, OK, WARNING, Finding, is_ready, look
+from cachesvc.memory.shm import ShmBackend
+from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.text import module_command
+from cachesvc.policy.eviction import EVICTION_POLICIES
+from cachesvc.service.access.admission import Admission
+from cachesvc.service.admin.admin_service import Administration
+from cachesvc.service.calls.dispatcher import Dispatcher
+from cachesvc.service.host.device_health import DeviceHealth
+from cachesvc.service.host.health import Serving
+from cachesvc.service.host.reload import live_settings
+from cachesvc.service.lane import Lanes
+from cachesvc.service.loop.node import Node
+from cachesvc.service.rpc.edge import Edge
+from cachesvc.service.rpc.services import CacheService
+from tests.style.tree import ROOT
+from tests.unit.rigs.ledger_rig import one_group, rig_of
 
 GIB = 1 << 30
 
@@ -105,3 +123,82 @@ def test_a_name_may_stand_for_an_address_that_this_machine_lacks(monkeypatch: py
     assert port_trouble("localhost", 0) == ""
     addresses.remove(near)
     assert port_trouble("localhost", 0) in {os.strerror(errno.EADDRNOTAVAIL), os.strerror(errno.EAFNOSUPPORT)}
+
+
+# Refused configurations: slices too small to copy, one port for two listeners, a key given twice.
+
+
+def test_slices_have_a_least_size() -> None:
+    assert Config(slice_bytes=MIN_SLICE_BYTES).slice_bytes == 1 << 20
+    for size_bytes in (MIN_SLICE_BYTES - 1, 1, 0, -1):
+        with pytest.raises(InvalidRequest, match=f"slice_bytes must be at least 1048576 .*, got {size_bytes}"):
+            Config(slice_bytes=size_bytes)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"metrics_listen": "127.0.0.1:9464"}, {"web_listen": "localhost:9464"}),
+        ({"listen": "127.0.0.1:9464"}, {"metrics_listen": "0.0.0.0:9464"}),
+        ({"health_listen": "10.0.0.1:9464"}, {"metrics_listen": "10.0.0.1:9464"}),
+    ],
+)
+def test_two_listeners_have_two_ports(one: dict[str, Any], other: dict[str, Any]) -> None:
+    Config(**one)
+    Config(**other)
+    with pytest.raises(InvalidRequest, match="are both port 9464; give each a port of its own"):
+        Config(**one, **other)
+
+
+def test_any_port_and_one_port_of_two_addresses_are_no_conflict() -> None:
+    Config(metrics_listen="127.0.0.1:0", web_listen="127.0.0.1:0")
+    Config(health_listen="10.0.0.1:9464", metrics_listen="127.0.0.1:9464")
+    Config(metrics_listen="127.0.0.1:9464", web_listen="127.0.1.1:9464")
+
+
+@pytest.mark.parametrize("text", ['host_pool = "1GiB"\nhost_pool = "2GiB"\n', "[token]\n[token]\n"])
+def test_what_is_given_twice_is_said_to_be(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(text, encoding="utf-8")
+    with pytest.raises(InvalidRequest, match=r"line 2.*given twice: keep one") as refused:
+        load_config(str(tmp_path / "config.toml"), {})
+    assert "quotes" not in str(refused.value)
+
+
+def test_a_size_without_quotes_is_told_of_quotes(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("host_pool = 1GiB\n", encoding="utf-8")
+    with pytest.raises(InvalidRequest, match="stand in quotes"):
+        load_config(str(tmp_path / "config.toml"), {})
+
+
+# Live settings: exactly those that the table names change live, and each of them is a setting.
+
+DOCS = ROOT / "docs"
+
+
+async def tell_nobody(_: Serving) -> None:
+    """No health checks are answered here."""
+
+
+def test_the_help_and_the_reload_know_the_same_settings() -> None:
+    node = Node(rig_of(one_group(), device=[8]).core, epoch=1, wait_seconds=30.0, lease_seconds=10.0)
+    admission = Admission(1024, 4096, 256)
+    dispatcher = Dispatcher(node, admission)
+    cache = CacheService(Edge(dispatcher), 4096)
+    lanes = Lanes(dispatcher, cache, None, None, 8, 64)
+    backend = ShmBackend(1, 1 << 20)
+    operator = Administration(node, DeviceHealth(backend, node, tell_nobody), 5.0)
+    applied = live_settings(node, admission, cache, lanes, backend, operator)
+    assert applied.keys() == LIVE
+    assert {field.name for field in fields(Config)} >= LIVE
+
+
+def test_the_page_names_what_changes_live_and_nothing_else() -> None:
+    """A table says from when each counts."""
+    table = (
+        (DOCS / "staying-up.md").read_text(encoding="utf-8").partition("| live | from when |")[2].partition("\n\n")[0]
+    )
+    assert set(re.findall(r"`(\w+)`", table)) == LIVE
+
+
+def test_the_settings_name_every_eviction_policy() -> None:
+    assert SETTINGS["eviction"].choices == tuple(sorted(EVICTION_POLICIES))

@@ -17,10 +17,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cachesvc.flows.allocate import allocate, swap_in, swap_out
 from cachesvc.flows.leases import close_lease
+from cachesvc.flows.loads import Sharing
 from cachesvc.flows.match import match, prefetch
 from cachesvc.flows.publish import publish
 from cachesvc.flows.recycle import recycle, release
-from cachesvc.flows.replicas import Sharing
 from cachesvc.ledger.tickets import TicketState
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import CacheError, Conflict, LoadFailed, PoolExhausted

@@ -6,12 +6,11 @@ from itertools import product
 
 import pytest
 
-from cachesvc.flows.allocate import allocate, swap_in, swap_out
+from cachesvc.flows.allocate import allocate, extend, extend_many, refill_stock, swap_in, swap_out
 from cachesvc.flows.core import Turns, refusal_of, require_active
 from cachesvc.flows.match import match
 from cachesvc.flows.publish import publish, publish_many
 from cachesvc.flows.recycle import recycle_many, release
-from cachesvc.flows.stock import extend, extend_many, refill_stock
 from cachesvc.ledger.sequence_state import (
     ACTIVE,
     AWAY,
@@ -28,7 +27,7 @@ from cachesvc.ledger.sequence_state import (
 from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.model.answers import Growth, Publishes, Wait
 from cachesvc.model.errors import Conflict, LedgerBroken, LoadFailed, NotFound
-from tests.unit.flows.engine.test_flows_refused import hosted
+from tests.unit.flows.engine.test_flows_stock import hosted
 from tests.unit.flows.engine.test_flows_swap import half_published
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, rig_of
 

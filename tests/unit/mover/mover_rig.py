@@ -18,7 +18,7 @@ from cachesvc.mover.life import MoverProcess
 from cachesvc.mover.processes import MoverProcesses
 from cachesvc.mover.records import Settings
 from cachesvc.mover.server import Equipment, MoverServer
-from cachesvc.swap.templates import LinkCosts
+from cachesvc.swap.planner import LinkCosts
 
 
 class Heard(logging.Handler):

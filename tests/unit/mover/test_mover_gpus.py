@@ -23,7 +23,7 @@ from cachesvc.mover.processes import MoverProcesses
 from cachesvc.mover.records import Settings
 from cachesvc.mover.server import Equipment, MoverServer
 from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.templates import costs_of
+from cachesvc.swap.planner import costs_of
 from gpu_ops.calibration import LinkFigures
 from tests.contracts.host_gpu import HostGpu
 from tests.unit.mover.mover_rig import Heard
@@ -74,7 +74,7 @@ class InThreads:
         def equip(settings: Settings, neighbours: Neighbours) -> Equipment:
             del neighbours
             backend = CudaBackend((gpu,), settings.device_bytes, timeline_words=settings.timeline_words)
-            return Equipment(backend, dict, lambda: (asdict(FIGURES), costs_of(FIGURES)))
+            return Equipment(backend, dict, lambda: (asdict(FIGURES), costs_of(asdict(FIGURES))))
 
         threading.Thread(target=MoverServer(theirs, __version__, equip).serve, daemon=True).start()
         return ours, self._process

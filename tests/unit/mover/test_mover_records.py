@@ -15,8 +15,7 @@ from cachesvc.model.words import Direction, TimelineSlot, Urgency
 from cachesvc.mover import records
 from cachesvc.mover.records import KEPT_TABLES, Listener, MoverFault, Part, Teller
 from cachesvc.swap.movers import RankEnd, RankJob
-from cachesvc.swap.planner import ALL_BUT_FIRST, GroupMove, Pool, plan
-from cachesvc.swap.templates import LinkCosts
+from cachesvc.swap.planner import ALL_BUT_FIRST, GroupMove, LinkCosts, Pool, plan
 from tests.unit.rigs.swap_rig import mixed_layout
 
 LAYOUT = mixed_layout(1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cachesvc.flows.allocate import allocate
-from cachesvc.flows.core import Turns, resolve, tidy
+from cachesvc.flows.core import Turns, resolve, tidy_all
 from cachesvc.flows.match import match
 from cachesvc.flows.publish import publish
 from cachesvc.flows.recycle import release
@@ -52,8 +52,7 @@ class Cache:
         if hit.device_blocks < blocks:
             publish(core, call, 1, hit.device_blocks, b"", blocks - hit.device_blocks)
         release(core, call, 1, Ended(prompt.output_tokens, prompt.ended) if says else None)
-        while core.chores:
-            tidy(core.chores)
+        tidy_all(core)
         return hit.device_blocks
 
     @property

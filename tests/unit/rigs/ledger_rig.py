@@ -16,8 +16,7 @@ from cachesvc.flows.leases import open_lease, process_arrived
 from cachesvc.flows.match import match
 from cachesvc.flows.publish import publish
 from cachesvc.flows.recycle import release
-from cachesvc.flows.registration import RegisterRequest, register
-from cachesvc.flows.sizing import PoolRequest
+from cachesvc.flows.registration import PoolRequest, RegisterRequest, register
 from cachesvc.flows.transfers import land
 from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.ledger.tier_copies import Place
@@ -29,6 +28,7 @@ from cachesvc.model.words import DONE, KEY_BYTES, Failed, Run, TimelineSlot, Tra
 from cachesvc.policy.eviction import WriteRule, eviction_policy
 from cachesvc.questions.audit import verify_at_once
 from cachesvc.swap.movers import Headroom, PoolSizes
+from cachesvc.swap.vault import Vault
 from tests.conservation import audit
 
 Answer = TypeVar("Answer")
@@ -110,7 +110,7 @@ class RecordingMover:
         self.pauses.append((tuple(devices), seconds))
 
 
-class CountedVault:
+class CountedVault(Vault):
     """A vault that only counts bytes; of host pages only the first ``arrived`` of a group are usable at once.
 
     ``calls``: what was opened and closed, in order. ``breaks``: what making a replica ends with.
@@ -126,7 +126,7 @@ class CountedVault:
         self._held: dict[int, list[tuple[str, int]]] = {}
         self._on_host: dict[int, list[ByteRange]] = {}
         self._news: dict[int, list[tuple[int, Run]]] = {}
-        self._retired: list[int] = []
+        self._going: list[int] = []
 
     def devices(self) -> tuple[str, ...]:
         return tuple(self.device_bytes)
@@ -177,26 +177,22 @@ class CountedVault:
         return self.take_news(model)
 
     def retire(self, model: int) -> None:
-        self._retired.append(model)
+        self._going.append(model)
 
     def free_retired(self) -> None:
-        for model in self._retired:
+        for model in self._going:
             self.host.give_back(columns_of(self._on_host.pop(model, ())))
 
     def close_retired(self, devices: Collection[str] | None = None) -> None:
         self.free_retired()
-        for model in list(self._retired):
+        for model in list(self._going):
             held = self._held.pop(model, [])
             self._held[model] = [each for each in held if devices is not None and each[0] not in devices]
             for device, size in held:
                 self.device_bytes[device] += size if devices is None or device in devices else 0
             if not self._held[model]:
                 self.calls.append(("close", model))
-                self._retired.remove(model)
-
-    def close_model(self, model: int) -> None:
-        self.retire(model)
-        self.close_retired()
+                self._going.remove(model)
 
 
 @dataclass

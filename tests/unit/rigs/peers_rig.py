@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+from cachesvc.flows.loads import Sharing
 from cachesvc.flows.match import match
-from cachesvc.flows.replicas import Sharing
 from cachesvc.model.answers import Matched, Wait
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import KEY_BYTES, Transfer

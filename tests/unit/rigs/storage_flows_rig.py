@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from cachesvc.flows.core import tidy
+from cachesvc.flows.core import tidy_all
 from cachesvc.flows.fetch import fetched
+from cachesvc.flows.loads import Sharing
 from cachesvc.flows.match import match
-from cachesvc.flows.replicas import Sharing
 from cachesvc.flows.storage_writes import begin_soon, kept
 from cachesvc.ledger.ledger import Model
 from cachesvc.model.answers import Matched, Wait
@@ -120,8 +120,7 @@ class StorageRig(NamedTuple):
 
     def settle(self) -> None:
         """Chores are done, and all adds up."""
-        while self.rig.core.chores:
-            tidy(self.rig.core.chores)
+        tidy_all(self.rig.core)
         self.rig.check()
 
     def pages(self, state: PageState) -> int:

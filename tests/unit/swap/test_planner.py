@@ -13,13 +13,22 @@ from cachesvc_client.layouts.families import gqa, gqa_windowed, mla
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cachesvc.memory.arbiter import SLICE_BYTES
 from cachesvc.memory.extents import Extent, ExtentTable, Int64s
 from cachesvc.memory.interface import CopyStep
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.layout import Geometry, Layout, Plane, PlaneGroup, PlaneSpan, device_geometry, host_geometry
 from cachesvc.model.words import Direction
-from cachesvc.swap.planner import ALL_BUT_FIRST, GroupMove, Pool, plan
-from cachesvc.swap.templates import LinkCosts
+from cachesvc.swap.planner import (
+    ALL_BUT_FIRST,
+    FIRST_PART_BYTES,
+    FIRST_PART_COPIES,
+    PART_COPIES,
+    GroupMove,
+    LinkCosts,
+    Pool,
+    plan,
+)
 
 Bytes = npt.NDArray[np.uint8]
 FREE_COPIES = LinkCosts(per_copy_us=0.0, per_row_ns=0.0, per_step_us=0.0)
@@ -363,3 +372,170 @@ def test_spans_with_gaps_between_planes_are_cut_into_constant_pitches() -> None:
     host = Pool(host_geometry(layout, 0, 10), ExtentTable.whole(1, 10))
     move = GroupMove(device, host, np.array([1, 7]), np.array([0, 5]))
     check(World([move], 5, {0: 2200, 1: 1600}), Direction.STORE, 0, CHEAP_LINK)
+
+
+# Plans for links as they were measured: pitched copies or single rows, and in how many steps.
+
+QUIET = LinkCosts(
+    per_copy_us=2.52,
+    per_row_ns=31.9,
+    bytes_per_us=53_900.0,
+    per_step_us=5.8,
+    per_single_us=1.24,
+    singles_us=((32 << 10, 0.65), (64 << 10, 1.24)),
+)
+BUSY = LinkCosts(
+    per_copy_us=2.51,
+    per_row_ns=38.5,
+    bytes_per_us=53_870.0,
+    per_step_us=20.0,
+    per_single_us=1.3,
+    singles_us=((32 << 10, 0.7), (64 << 10, 1.3)),
+)
+"""Two H200s, 2026-11; other processes kept the second one's processors busy. What copies really took there:"""
+PITCHED_US, SINGLE_US, STEP_US = 2.9, 0.05, 12.0
+
+
+@pytest.mark.parametrize("costs", [QUIET, BUSY])
+@pytest.mark.parametrize(("heads", "blocks"), [(8, 2048), (16, 1024), (32, 512)])
+def test_a_prefix_of_single_pages_is_loaded_layer_by_layer_at_the_speed_of_the_link(
+    costs: LinkCosts, heads: int, blocks: int
+) -> None:
+    """4 GiB in planes of 32, 64, and 128 KiB. Copies of a few rows are the slowest: two of 32 KiB reach 0.28 of it."""
+    layout = gqa(layers=32, kv_heads=heads, head_dim=128, block_tokens=16)
+    pages = [int(page) for page in np.random.default_rng(3).permutation(2 * blocks)[:blocks]]
+    move = whole_pools(layout, pages, list(range(0, 2 * blocks, 2)))
+    steps = list(plan([move], Direction.LOAD, layers=32, base=0, layers_per_step=None, costs=costs))
+    copies = np.concatenate([step.copies for step in steps])
+    heights = copies[:, 5]
+    assert not ((heights > 1) & (heights < 32)).any()
+    ideal_us = float((copies[:, 4] * heights).sum()) / costs.bytes_per_us
+    lost_us = np.where(heights == 1, SINGLE_US, PITCHED_US).sum() + STEP_US * len(steps)
+    assert ideal_us / (ideal_us + lost_us) > 0.85
+    assert len({step.word_value for step in steps} - {None}) == 32
+
+
+def test_narrow_planes_are_followed_layer_by_layer_where_single_rows_are_cheap() -> None:
+    """vLLM's default pages: 16 tokens of one plane, scattered. As pitched copies their layers would cost the link."""
+    layout = gqa(layers=32, kv_heads=8, head_dim=128, block_tokens=16)
+    scattered = [int(p) for p in np.random.default_rng(3).permutation(4000)[:1024]]
+    move = whole_pools(layout, scattered, list(range(0, 2048, 2)))
+    assert 1 < len(planned(move, 32, None)) < 32
+    steps = planned(move, 32, None, LinkCosts(per_single_us=0.65))
+    assert len(steps) == 32
+    assert {int(height) for step in steps for height in step.copies[:, 5]} == {1}
+    assert sum(len(step.copies) for step in steps) == 1024 * 64
+
+
+@pytest.mark.parametrize("costs", [QUIET, BUSY])
+def test_narrow_rows_never_go_alone_and_cost_layered_loads_little(costs: LinkCosts) -> None:
+    """16 KiB a row, alone, reach a quarter of an H200's link over 16 GiB; in one tall copy a block, three quarters."""
+    layout = gqa(layers=32, kv_heads=4, head_dim=128, block_tokens=16)
+    pages = [int(p) for p in np.random.default_rng(3).permutation(8192)[:4096]]
+    steps = planned(whole_pools(layout, pages, list(range(0, 8192, 2))), 32, None, costs)
+    by_word = [step.word_value for step in steps if step.word_value is not None]
+    assert (by_word[0], by_word[-1]) == (1, 32)
+    heights = np.concatenate([step.copies[:, 5] for step in steps])
+    assert int((heights == 2).sum()) <= 4096  # of the first layer, which is one whatever that costs
+    assert int((heights > 8).sum()) >= 4096
+
+
+def test_large_whole_tickets_begin_with_the_fewest_copies_and_go_on_as_what_the_link_likes_best() -> None:
+    """Single rows of 64 KiB lose nothing of an H200's link, but 64 of them take the processor longer than a copy."""
+    costs = LinkCosts(per_copy_us=2.5, per_single_us=1.24, singles_us=((32 << 10, 0.65), (64 << 10, 1.2)))
+    pages = [int(p) for p in np.random.default_rng(3).permutation(4000)[:256]]
+    for heads, later in ((32, 1), (16, 1), (8, 64)):  # 128, 64, and 32 KiB, which the processor could not keep up with
+        layout = gqa(layers=32, kv_heads=heads, head_dim=128, block_tokens=16)
+        first, *rest = plan(
+            [whole_pools(layout, pages, list(range(0, 512, 2)))],
+            Direction.LOAD,
+            layers=32,
+            base=0,
+            layers_per_step=0,
+            costs=costs,
+        )
+        assert set(first.copies[:, 5].tolist()) == {64}
+        assert {int(height) for step in rest for height in step.copies[:, 5]} == {later}
+
+
+def test_whole_blocks_of_narrow_planes_stay_pitched() -> None:
+    layout = gqa(layers=32, kv_heads=1, head_dim=128, block_tokens=16)  # 4 KiB
+    (step,) = planned(whole_pools(layout, [5, 1, 9], [0, 2, 4]), 32, 0, LinkCosts(per_single_us=0.65))
+    assert step.copies[:, 5].tolist() == [64, 64, 64]
+
+
+# A plan comes in parts: the first is small, none is long, and none is made before it is asked for.
+
+
+def scattered_move(count: int, block_tokens: int = 16) -> GroupMove:
+    layout = gqa(layers=32, kv_heads=8, head_dim=128, block_tokens=block_tokens)
+    pages = [int(p) for p in np.random.default_rng(3).permutation(2 * count)[:count]]
+    return whole_pools(layout, pages, list(range(0, 2 * count, 2)))
+
+
+@pytest.mark.parametrize("layers_per_step", [0, 1, None, ALL_BUT_FIRST])
+@pytest.mark.parametrize("costs", [LinkCosts(), LinkCosts(per_single_us=0.65)])
+def test_the_first_part_is_small_and_every_other_one_limited(layers_per_step: int | None, costs: LinkCosts) -> None:
+    move = scattered_move(4096)
+    steps = list(plan([move], Direction.LOAD, layers=32, base=0, layers_per_step=layers_per_step, costs=costs))
+    sizes = [int((step.copies[:, 4] * step.copies[:, 5]).sum()) for step in steps]
+    assert sizes[0] > FIRST_PART_BYTES // 2
+    assert sizes[0] <= FIRST_PART_BYTES or len(steps[0].copies) <= FIRST_PART_COPIES
+    assert sizes[0] <= SLICE_BYTES
+    assert [step.size_bytes for step in steps] == sizes
+    assert max(len(step.copies) for step in steps) <= PART_COPIES
+    assert sum(sizes) == 4096 * move.page_bytes
+    parts = [step.word_value for step in steps]
+    assert parts[0] is None
+    assert len(parts) <= 2 + sum(word is not None for word in parts) + 4096 * 64 // PART_COPIES
+
+
+def test_all_layers_but_the_first_come_together() -> None:
+    move = scattered_move(4096)
+    steps = plan([move], Direction.LOAD, layers=32, base=5, layers_per_step=ALL_BUT_FIRST, costs=LinkCosts())
+    assert [step.word_value for step in steps if step.word_value is not None] == [6, 37]
+
+
+@pytest.mark.parametrize(("block_tokens", "copies"), [(16, [16, 16]), (32, [8, 8]), (64, [4, 4])])
+def test_a_small_whole_ticket_is_planned_in_the_slices_that_it_is_copied_in(
+    block_tokens: int, copies: list[int]
+) -> None:
+    """64 MiB in planes of 32, 64, and 128 KiB."""
+    move = scattered_move(512 // block_tokens, block_tokens)
+    steps = list(plan([move], Direction.LOAD, layers=32, base=0, layers_per_step=0, costs=LinkCosts()))
+    assert [len(step.copies) for step in steps] == copies
+    assert [step.size_bytes for step in steps] == [SLICE_BYTES, SLICE_BYTES]
+    assert [step.word_value for step in steps] == [None, 32]
+
+
+def test_a_part_takes_what_several_groups_have() -> None:
+    layout = gqa_windowed(window_layers=[False, True], kv_heads=1, head_dim=8, block_tokens=4, window_tokens=8)
+    moves = [whole_pools(layout, [0, 3], [1, 2], group=group) for group in range(2)]
+    steps = list(plan(moves, Direction.LOAD, layers=2, base=0, layers_per_step=0, costs=CHEAP_LINK))
+    assert [step.word_value for step in steps] == [2]
+
+
+def test_nothing_is_planned_before_it_is_asked_for() -> None:
+    move = scattered_move(4096)
+    rest = list(range(4096))
+    rest[4095] = 1 << 40
+    wrong = GroupMove(move.device, move.host, move.device_pages, np.array(rest))
+    steps = plan([wrong], Direction.LOAD, layers=32, base=0, layers_per_step=0, costs=CHEAP_LINK)
+    with pytest.raises(InvalidRequest):
+        next(steps)
+
+
+def test_a_row_costs_what_the_next_width_was_measured_to_cost() -> None:
+    costs = LinkCosts(per_row_ns=30.0, row_ns=((4096, 60.0), (8448, 150.0), (32768, 20.0)))
+    assert [costs.row_us(width) for width in (1, 4096, 8192, 30_000, 1 << 20)] == [0.06, 0.06, 0.15, 0.02, 0.02]
+    assert LinkCosts(per_row_ns=30.0).row_us(4096) == 0.03
+
+
+@pytest.mark.parametrize(("pages", "least", "most"), [(32, 8, 12), (512, 32, 33)])
+def test_a_short_load_takes_no_more_steps_than_the_processor_can_make(pages: int, least: int, most: int) -> None:
+    move = scattered_move(pages)
+    costs = LinkCosts(per_single_us=0.65)
+    steps = list(plan([move], Direction.LOAD, layers=32, base=0, layers_per_step=None, costs=costs))
+    words = [step.word_value for step in steps if step.word_value is not None]
+    assert words[0] == 1
+    assert least <= len(words) <= most

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, LimitExceeded, NotFound, Unavailable
 from cachesvc.model.layout import device_geometry
-from cachesvc.model.words import PagePairs, Transfer, has_reached
+from cachesvc.model.words import Direction, PagePairs, TimelineSlot, Transfer, Urgency, has_reached
 from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.movers import InProcessMovers, SlotPool
-from cachesvc.swap.templates import LinkCosts
-from tests.sim.stepped_backend import SteppedBackend
+from cachesvc.swap.movers import InProcessMovers, RankJob, SlotPool
+from cachesvc.swap.planner import LinkCosts
+from tests.sim.stepped_backend import SteppedBackend, SteppedStream
 from tests.unit.rigs.swap_rig import (
     DEVICE_PAGES,
     HOST_PAGES,
@@ -392,3 +392,186 @@ def test_any_order_of_steps_and_faults_ends_every_ticket_once(seed: int) -> None
             assert ticket not in doomed or has_reached(failed, slot.end)
     assert rig.engine.in_flight == 0
     rig.close()
+
+
+# Transfers from one replica's devices to another's: bytes of every rank, counters, and what must not go meanwhile.
+
+TARGET, TARGET_PAGES = 2, 31
+
+
+@pytest.fixture(params=["shm", "stepped"])
+def two(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    """Two replicas of two ranks on two devices, crosswise and of different sizes; the first holds random bytes."""
+    made = rig_of(request.param, mixed_layout(2))
+    attach_replica(made, TARGET, device_pages=TARGET_PAGES, turned=True)
+    pages = list(range(DEVICE_PAGES))
+    made.move(LOAD, (0, pages, pages), (1, pages, pages))
+    made.settle()
+    yield made
+    made.close()
+
+
+def share(two: Rig, *pairs: tuple[int, list[int], list[int]], direction: Direction = LOAD) -> TimelineSlot:
+    pages = tuple(PagePairs(group, tuple(mine), tuple(theirs)) for group, mine, theirs in pairs)
+    transfer = Transfer(next(two.tickets), MODEL, TARGET, direction, pages, layered=False, source_replica=REPLICA)
+    return two.engine.submit(transfer)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_each_rank_gets_what_its_like_has_and_nothing_else_changes(two: Rig, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    expected = {
+        (rank, group): [two.device_page(rank, group, page, TARGET) for page in range(TARGET_PAGES)]
+        for rank in range(2)
+        for group in range(2)
+    }
+    pairs: list[tuple[int, list[int], list[int]]] = []
+    for group in range(2):
+        count = int(rng.integers(1, DEVICE_PAGES))
+        mine, theirs = rng.permutation(TARGET_PAGES)[:count].tolist(), rng.permutation(DEVICE_PAGES)[:count].tolist()
+        if rng.random() < 0.5:
+            mine, theirs = sorted(mine), sorted(theirs)
+        pairs.append((group, mine, theirs))
+        for rank in range(2):
+            for here, there in zip(mine, theirs, strict=True):
+                expected[rank, group][here] = two.device_page(rank, group, there)
+    before = landed_bytes(two.engine, "h2d")
+    slot = share(two, *pairs)
+    two.settle()
+    for (rank, group), pages in expected.items():
+        assert [two.device_page(rank, group, page, TARGET) for page in range(TARGET_PAGES)] == pages
+        for page in range(DEVICE_PAGES):
+            assert two.device_page(rank, group, page) == two.host_page(rank, group, page)
+    assert two.words(slot) == [(slot.end, 0)] * 2
+    moved = 2 * sum(len(mine) * two.layout.page_bytes(group) for group, mine, _ in pairs)
+    assert [landed_bytes(two.engine, way) for way in ("p2p", "h2d", "d2h")] == [moved, before, 0]
+
+
+def test_ranks_run_on_the_load_streams_of_the_target(two: Rig) -> None:
+    if not isinstance(two.backend, SteppedBackend):
+        pytest.skip("the streams of shm do not wait to be looked at")
+    share(two, (1, [0], [1]))
+    assert [(p.device, p.direction) for p in two.backend.pending()] == [("step-0", LOAD), ("step-1", LOAD)]
+    two.backend.run_one("step-1", LOAD)  # rank 0 of the target
+    assert two.device_page(0, 1, 0, TARGET) == two.device_page(0, 1, 1)
+    assert not any(two.device_page(1, 1, 0, TARGET))
+    two.backend.fail_one("step-0", LOAD, RuntimeError("link"))
+    assert str(two.ended[-1][1]) == "link"
+    assert (landed_bytes(two.engine, "p2p"), two.engine.transfers.failures["p2p"]) == (0, 1)
+
+
+def test_jobs_say_whether_they_come_from_another_replica() -> None:
+    told: list[tuple[int, bool]] = []
+
+    class Told(InProcessMovers):
+        def submit(self, job: RankJob) -> None:
+            told.append((job.ticket, job.is_from_peer))
+            super().submit(job)
+
+    backend = SteppedBackend(2, 1 << 20, timeline_words=64)
+    backend.start()
+    two = Rig(mixed_layout(2), backend)
+    two.engine = SwapEngine(Told(backend), two.done)
+    two.engine.start()
+    two.add_hosts()
+    for replica in (REPLICA, TARGET):
+        attach_replica(two, replica)
+    two.move(LOAD, (0, [1], [2]))
+    share(two, (0, [0], [1]))
+    two.move(STORE, (0, [1], [3]))
+    two.settle(3)
+    assert told == [(0, False)] * 2 + [(1, True)] * 2 + [(2, False)] * 2
+    two.close()
+
+
+def test_no_replica_is_detached_under_a_transfer(two: Rig) -> None:
+    if not isinstance(two.backend, SteppedBackend):
+        pytest.skip("shm does not wait")
+    share(two, (0, [0], [1]))
+    with pytest.raises(LedgerBroken, match="ticket 1"):
+        two.engine.detach_model(MODEL)
+    two.settle()
+    two.engine.detach_model(MODEL)
+    with pytest.raises(NotFound):
+        share(two, (0, [0], [1]))
+
+
+def test_what_is_wrong_is_refused(two: Rig) -> None:
+    with pytest.raises(InvalidRequest, match="not to another replica"):
+        share(two, (0, [0], [1]), direction=STORE)
+    for mine, theirs in (([TARGET_PAGES], [0]), ([0], [HOST_PAGES - 1]), ([0, 0], [1, 2]), ([0], [1, 2])):
+        share(two, (0, mine, theirs))
+        two.settle()
+        assert isinstance(two.ended[-1][1], InvalidRequest)
+    assert two.engine.in_flight == 0
+
+
+def test_replicas_reach_each_other_where_all_their_ranks_do(two: Rig) -> None:
+    assert two.engine.can_reach(MODEL, REPLICA, TARGET)
+    with pytest.raises(NotFound):
+        two.engine.can_reach(MODEL, REPLICA, 9)
+    far = SteppedBackend(2, 1 << 20, are_near=False)
+    assert (far.can_reach("step-0", "step-0"), far.can_reach("step-0", "step-1")) == (True, False)
+
+
+# Urgency of transfers in the swap engine: background ones stand back, are expedited, and can be paused; and movers are
+# awake when a job comes.
+
+DEVICES = ("step-0", "step-1")
+
+
+@pytest.fixture
+def idle() -> Iterator[Rig]:
+    made = rig_of("stepped", mixed_layout(2))
+    yield made
+    made.close()
+
+
+def backend_of(idle: Rig) -> SteppedBackend:
+    assert isinstance(idle.backend, SteppedBackend)
+    return idle.backend
+
+
+def transfer(ticket: int, direction: Direction, urgency: Urgency) -> Transfer:
+    return Transfer(ticket, MODEL, REPLICA, direction, (PagePairs(0, (0, 1), (0, 1)),), layered=False, urgency=urgency)
+
+
+def streams(idle: Rig) -> list[tuple[str, Direction, int]]:
+    return [(one.device, one.direction, one.ticket) for one in backend_of(idle).pending()]
+
+
+def test_an_expedited_transfer_goes_on_on_every_device(idle: Rig) -> None:
+    idle.engine.submit(transfer(1, LOAD, Urgency.AWAITED))
+    idle.engine.submit(transfer(2, STORE, Urgency.BACKGROUND))
+    loads = [(device, LOAD, 1) for device in DEVICES]
+    assert streams(idle) == loads
+    idle.engine.expedite(2)
+    idle.engine.expedite(2)
+    idle.engine.expedite(99)
+    assert {(device, STORE, 2) for device in DEVICES} <= set(streams(idle))
+    idle.settle(2)
+
+
+def test_write_backs_are_paused_on_the_named_devices_alone(idle: Rig) -> None:
+    idle.engine.pause_write_backs(DEVICES[:1], 0.5)
+    idle.engine.submit(transfer(1, STORE, Urgency.BACKGROUND))
+    assert streams(idle) == [(DEVICES[1], STORE, 1)]
+    with pytest.raises(NotFound):
+        idle.engine.pause_write_backs(["nowhere"], 0.5)
+    idle.settle()
+    assert backend_of(idle).now >= 0.5
+
+
+def test_what_is_expedited_before_it_is_queued_is_awaited(idle: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = backend_of(idle)
+    stream_of = backend.store_stream
+
+    def expedite_first(device: str) -> SteppedStream:
+        idle.engine.expedite(2)  # as another thread may
+        return stream_of(device)
+
+    monkeypatch.setattr(backend, "store_stream", expedite_first)
+    idle.engine.submit(transfer(1, LOAD, Urgency.AWAITED))
+    idle.engine.submit(transfer(2, STORE, Urgency.BACKGROUND))
+    assert {(device, STORE, 2) for device in DEVICES} <= set(streams(idle))
+    idle.settle(2)

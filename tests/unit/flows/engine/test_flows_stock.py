@@ -3,18 +3,24 @@ nothing where nothing can be had."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from cachesvc.flows.allocate import allocate
-from cachesvc.flows.match import match
+from cachesvc.flows import pinning
+from cachesvc.flows.allocate import allocate, extend, refill_stock, swap_in, swap_out
+from cachesvc.flows.core import Limits
+from cachesvc.flows.loads import Sharing
+from cachesvc.flows.match import match, prefetch
 from cachesvc.flows.publish import publish
 from cachesvc.flows.recycle import recycle, release
-from cachesvc.flows.stock import extend, refill_stock
 from cachesvc.ledger.pins import Pin
-from cachesvc.model.answers import GroupCells
+from cachesvc.model.answers import GroupCells, Matched
+from cachesvc.model.errors import LimitExceeded, LoadFailed, PoolExhausted
 from cachesvc.model.layout import Layout
-from cachesvc.model.words import KEY_BYTES, PageState
-from tests.unit.rigs.ledger_rig import Rig, chain, one_group, rig_of, serve, windowed
+from cachesvc.model.words import ABSENT, KEY_BYTES, NO_PAGE, READY, PageState, WritePolicy
+from tests.unit.rigs.ledger_rig import Rig, chain, one_group, prefill, rig_of, serve, windowed
+from tests.unit.rigs.peers_rig import asking, hit, shared
 from tests.work import steps_of
 
 
@@ -224,3 +230,299 @@ def test_a_stock_short_of_pages_holds_none_of_another_lease() -> None:
     assert (stock(rig, a), stock(rig, b)) == ([1], [1])
     pool = rig.place().pools[0]
     assert (pool.counts[PageState.PRIVATE], pool.counts[PageState.SEALED]) == (4, 2)
+
+
+# Transfers that cannot begin: flows refuse before they change anything, and no dead ticket is reported as running.
+
+
+def hosted(prompt: str, *, device: int = 8, policy: WritePolicy = WritePolicy.WRITE_THROUGH) -> tuple[Rig, str]:
+    """A rig whose host alone has ``prompt``."""
+    rig = rig_of(one_group(), device=(device,), host=(32,), policy=policy)
+    a = rig.lease()
+    serve(rig, a, 99, prompt)
+    rig.settle()
+    pinning.evict(rig.core, 1, "device", 0)
+    rig.mover.all.clear()
+    return rig, a
+
+
+def state(rig: Rig) -> object:
+    pools = [(list(pool.counts), pool.reserved) for pool in (*rig.place().pools, *rig.host.pools)]
+    return pools, rig.device_keys(), rig.host_keys(), set(rig.core.ledger.tickets.running), len(rig.mover.all)
+
+
+def no_slots(rig: Rig) -> None:
+    rig.mover.slots = len(rig.mover.transfers)
+
+
+def no_tickets(rig: Rig) -> None:
+    rig.core.limits = Limits(running_tickets=len(rig.core.ledger.tickets.running))
+
+
+def to_load() -> tuple[Rig, Callable[[], object]]:
+    rig, a = hosted("ab")
+    rig.run(match, a, 1, chain(*"abc"), 0)
+    return rig, lambda: rig.once(allocate, a, 1, 3)
+
+
+def to_prefetch() -> tuple[Rig, Callable[[], object]]:
+    rig, a = hosted("ab")
+    return rig, lambda: rig.once(prefetch, a, chain(*"ab"))
+
+
+def to_go_out() -> tuple[Rig, Callable[[], object]]:
+    rig = rig_of(one_group(), device=(8,), host=(8,))
+    a = rig.lease()
+    prefill(rig, a, 1, "ab")
+    return rig, lambda: rig.once(swap_out, a, 1)
+
+
+def to_come_in() -> tuple[Rig, Callable[[], object]]:
+    rig, out = to_go_out()
+    out()
+    rig.settle()
+    pinning.evict(rig.core, 1, "device", 0)
+    [lease] = rig.core.ledger.leases
+    return rig, lambda: rig.once(swap_in, lease, 1)
+
+
+@pytest.mark.parametrize("take_away", [no_slots, no_tickets])
+@pytest.mark.parametrize("made", [to_load, to_prefetch, to_go_out, to_come_in])
+def test_a_flow_that_needs_a_transfer_is_refused_with_nothing_changed(
+    made: Callable[[], tuple[Rig, Callable[[], object]]], take_away: Callable[[Rig], None]
+) -> None:
+    """Told OK, an engine waited on a ticket that ran nowhere and had no words, and took that for a bug of its own."""
+    rig, call = made()
+    take_away(rig)
+    before = state(rig)
+    for _ in range(3):
+        with pytest.raises(LimitExceeded, match="transfers under way"):
+            call()
+        assert state(rig) == before
+    rig.mover.slots, rig.core.limits = 1 << 20, Limits()
+    call()
+    assert len(rig.mover.transfers) == 1
+    rig.settle()
+
+
+def test_what_moves_nothing_needs_no_slot() -> None:
+    rig, a = hosted("ab", policy=WritePolicy.WRITE_THROUGH)
+    no_slots(rig)
+    serve(rig, a, 1, "xyz")  # and is not backed up, since no mover can
+    assert rig.mover.all == []
+    rig.run(match, a, 2, chain(*"xyz"), 0)
+    rig.run(allocate, a, 2, 8)
+    rig.run(release, a, 2)
+
+
+def test_without_a_slot_evictions_save_nothing_and_keep_nobody_up() -> None:
+    rig = rig_of(one_group(), device=(4,), host=(32,))
+    a = rig.lease()
+    serve(rig, a, 1, "abcd")
+    no_slots(rig)
+    rig.run(match, a, 2, b"", 0)
+    rig.run(allocate, a, 2, 3)
+    assert (rig.mover.all, rig.host_keys(), len(rig.device_keys())) == ([], set(), 1)
+
+
+def test_a_peer_is_done_without_where_no_transfer_can_begin() -> None:
+    rig, _, b = shared("abcd")
+    no_slots(rig)
+    assert hit(asking(rig, b, 1, "abcd")()) == (0, 0)
+    rig.mover.slots = 1 << 20
+    rig, _, b = shared("abcd", host=16, near=False)
+    no_tickets(rig)
+    assert hit(asking(rig, b, 1, "abcd")()) == (0, 0)
+    answer = rig.run(match, b, 2, chain(*"abcd"), 0, Sharing())
+    assert isinstance(answer, Matched)
+
+
+def refusing(rig: Rig) -> list[tuple[int, str]]:
+    """Make the mover break its word from now on; the errors that callers get."""
+    told: list[tuple[int, str]] = []
+    rig.core.on_refused = lambda ticket, reason: told.append((ticket, reason))
+    rig.mover.refusing = True
+    return told
+
+
+def test_a_load_that_the_mover_refuses_is_told_as_failed_at_once() -> None:
+    rig, call = to_load()
+    told = refusing(rig)
+    answer = call()
+    [ticket] = answer.tickets  # type: ignore[attr-defined]
+    assert (ticket.state, ticket.reason, ticket.slot) == ("failed", "the mover refuses by order", None)
+    assert told == [(ticket.id, "the mover refuses by order")]
+    assert rig.core.counters["tickets_failed"] == 1
+    assert rig.place().pools[0].counts[PageState.IN_FLIGHT] == 0
+    [lease] = rig.core.ledger.leases
+    with pytest.raises(LoadFailed, match="refuses by order"):
+        rig.run(publish, lease, 1, 2, b"", 0)
+    rig.run(release, lease, 1)
+    assert rig.free() == [8]
+
+
+def test_a_prefetch_that_the_mover_refuses_is_told_as_failed_and_holds_nothing() -> None:
+    rig, call = to_prefetch()
+    refusing(rig)
+    answer = call()
+    assert [ticket.state for ticket in answer.tickets] == ["failed"]  # type: ignore[attr-defined]
+    [lease] = rig.core.ledger.leases.values()
+    assert (lease.prefetches, rig.free()) == ({}, [8])
+
+
+@pytest.mark.parametrize("made", [to_go_out, to_come_in])
+def test_a_swap_that_the_mover_refuses_leaves_the_sequence_where_it_was(
+    made: Callable[[], tuple[Rig, Callable[[], object]]],
+) -> None:
+    rig, call = made()
+    refusing(rig)
+    before = rig.free(), rig.host_keys()
+    answer = call()
+    assert [ticket.state for ticket in answer.tickets] == ["failed"]  # type: ignore[attr-defined]
+    assert (rig.free(), rig.host_keys()) == before
+    rig.mover.refusing = False
+    call()
+    rig.settle()
+
+
+def test_a_write_back_that_the_mover_refuses_is_tried_again_and_then_done_without() -> None:
+    rig = rig_of(one_group(), device=(4,), host=(32,))
+    a = rig.lease()
+    serve(rig, a, 1, "abcd")
+    refusing(rig)
+    rig.run(match, a, 2, b"", 0)
+    tries = 0
+    while not hasattr(rig.once(allocate, a, 2, 4), "tables"):
+        tries += 1
+    assert tries == 3
+    assert rig.host_keys() == set()
+
+
+def test_a_prompt_that_can_never_fit_is_too_large_also_behind_a_hit_of_its_own() -> None:
+    """An engine that queues what is only ``full`` would never go on."""
+    rig = rig_of(one_group(), device=(8,), host=(0,))
+    a = rig.lease()
+    serve(rig, a, 1, "abc")
+    rig.run(match, a, 2, chain(*"abcdefghi"), 0)
+    with pytest.raises(PoolExhausted, match="too large") as refused:
+        rig.once(allocate, a, 2, 9)
+    assert (refused.value.wanted, refused.value.own, refused.value.capacity) == (6, 3, 8)
+    assert refused.value.can_never_fit
+    assert PoolExhausted.from_message(str(refused.value), refused.value.facts()).can_never_fit
+    rig.run(allocate, a, 2, 8)
+    with pytest.raises(PoolExhausted, match="too large") as refused:
+        rig.once(allocate, a, 2, 9)
+    assert (refused.value.wanted, refused.value.own) == (1, 8)
+    rig.run(match, a, 3, chain(*"xyz"), 0)
+    with pytest.raises(PoolExhausted, match="full now") as refused:
+        rig.once(allocate, a, 3, 3)
+    assert not refused.value.can_never_fit
+
+
+# Blocks that a sequence needs and has on its device stay there while room is made for the rest of it.
+
+
+def test_what_stayed_on_the_device_is_not_evicted_to_make_room_for_the_rest() -> None:
+    """Block a is the oldest that could go, and the sequence that comes back has a table that begins with it."""
+    rig = rig_of(one_group(), device=(5,), host=(16,), policy=WritePolicy.WRITE_THROUGH)
+    a, b = rig.lease(), rig.lease("b")
+    prefill(rig, a, 1, "ab")
+    rig.run(allocate, a, 1, 3)
+    rig.settle()
+    rig.run(swap_out, a, 1)
+    rig.settle()
+    pinning.evict(rig.core, 1, "device", 1)
+    assert rig.device_keys() == {chain("a")}
+    serve(rig, b, 1, "xyz")
+    rig.settle()
+    assert rig.free() == [1]
+    answer = rig.run(swap_in, a, 1)
+    assert rig.device_keys() >= {chain("a")}, "younger blocks went instead"
+    assert NO_PAGE not in answer.tables[0].pages
+    row = rig.model.blocks.index.rows[chain("a")]
+    assert answer.tables[0].pages[0] == rig.place().pages[0][row]
+    rig.settle()
+    rig.run(release, a, 1)
+
+
+def test_where_only_what_stayed_could_make_room_a_swap_in_is_refused() -> None:
+    rig = rig_of(one_group(), device=(4,), host=(16,), policy=WritePolicy.WRITE_THROUGH)
+    a, b = rig.lease(), rig.lease("b")
+    prefill(rig, a, 1, "ab")
+    rig.run(allocate, a, 1, 3)
+    rig.settle()
+    rig.run(swap_out, a, 1)
+    rig.settle()
+    pinning.evict(rig.core, 1, "device", 1)
+    prefill(rig, b, 1, "xy")  # stays open: a alone could go
+    with pytest.raises(PoolExhausted):
+        rig.run(swap_in, a, 1)
+    assert chain("a") in rig.device_keys()
+    rig.run(release, b, 1)
+    assert NO_PAGE not in rig.run(swap_in, a, 1).tables[0].pages
+
+
+def beside_a_window(held: bool) -> Rig:
+    """abcd is on the host whole and on the device but for the windows of a, b and c; d's is the oldest that could go.
+
+    With ``held`` the other prompt, xyz, is still in use, so that d's window is the only one that could.
+    """
+    rig = rig_of(windowed(window_tokens=8), device=(16, 4), host=(16, 16), policy=WritePolicy.WRITE_THROUGH)
+    serve(rig, rig.lease("first"), 1, "abcd")
+    rig.settle()
+    prefill(rig, rig.lease("other"), 1, "xyz")
+    rig.settle()
+    windows = rig.place().states[1]
+    rows = [rig.model.blocks.index.rows[chain(*"abcd"[: i + 1])[-KEY_BYTES:]] for i in range(4)]
+    assert [windows[row] for row in rows] == [ABSENT, ABSENT, ABSENT, READY]
+    if not held:
+        lease = next(lease for lease in rig.core.ledger.leases.values() if lease.engine == "other").id
+        rig.run(recycle, lease, 1, 12, ())
+        rig.run(release, lease, 1)
+    return rig
+
+
+def test_a_window_in_place_is_not_evicted_to_make_room_for_the_rest_of_it() -> None:
+    rig = beside_a_window(held=False)
+    a = rig.lease()
+    hit = rig.run(match, a, 1, chain(*"abcd"), 0)
+    assert (hit.device_blocks, hit.host_blocks) == (2, 2)
+    answer = rig.run(allocate, a, 1, 5)
+    windows = answer.tables[1]
+    assert [page == NO_PAGE for page in windows.pages] == [False] * 3, "c comes, d is there, and a fresh one"
+    [transfer] = rig.mover.transfers.values()
+    assert [(pair.group, len(pair.device_pages)) for pair in transfer.pages] == [(1, 1)], "c's window alone is copied"
+    rig.settle()
+    rig.run(release, a, 1)
+
+
+def test_where_only_a_window_of_the_hit_could_make_room_for_the_rest_of_it_the_call_is_refused() -> None:
+    rig = beside_a_window(held=True)
+    a = rig.lease()
+    rig.run(match, a, 1, chain(*"abcd"), 0)
+    with pytest.raises(PoolExhausted):
+        rig.run(allocate, a, 1, 4)
+    row = rig.model.blocks.index.rows[chain(*"abcd")[-KEY_BYTES:]]
+    assert rig.place().states[1][row] == READY, "nothing was evicted"
+    rig.run(release, a, 1)
+
+
+def test_blocks_that_came_since_match_are_not_evicted_to_make_room_for_the_rest() -> None:
+    """a and b come to the device after Match for another sequence, which has gone: nothing that could go is older."""
+    rig = rig_of(one_group(), device=(5,), host=(16,), policy=WritePolicy.WRITE_THROUGH)
+    a, b = rig.lease(), rig.lease("b")
+    serve(rig, b, 9, "abcd")
+    rig.settle()
+    pinning.evict(rig.core, 1, "device", 0)
+    assert rig.run(match, a, 1, chain(*"abcd"), 0).host_blocks == 4
+    serve(rig, b, 1, "ab")
+    serve(rig, b, 2, "xyz")
+    rig.settle()
+    assert rig.free() == [0]
+    answer = rig.run(allocate, a, 1, 4)
+    assert NO_PAGE not in answer.tables[0].pages
+    assert {chain("a"), chain(*"ab")[KEY_BYTES:]} <= rig.device_keys()
+    [transfer] = rig.mover.transfers.values()
+    assert len(transfer.pages[0].device_pages) == 2, "c and d alone are copied"
+    rig.settle()
+    rig.run(release, a, 1)

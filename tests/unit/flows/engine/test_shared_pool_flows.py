@@ -6,12 +6,11 @@ from functools import partial
 
 import pytest
 
-from cachesvc.flows.allocate import allocate, swap_in, swap_out
+from cachesvc.flows.allocate import allocate, extend, refill_stock, swap_in, swap_out
 from cachesvc.flows.make_room import room_left
 from cachesvc.flows.match import match
 from cachesvc.flows.publish import Publishing, publish
 from cachesvc.flows.recycle import recycle, release
-from cachesvc.flows.stock import extend, refill_stock
 from cachesvc.ledger.planner import PoolDemand, demand_of, drop_idle_copies, idle_copies
 from cachesvc.ledger.shared_pool import NO_OWNER, GroupPool
 from cachesvc.model.answers import GroupCells, Published, Wait

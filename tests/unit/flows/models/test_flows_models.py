@@ -2,36 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from cachesvc.flows.core import Core
-from cachesvc.flows.leases import open_lease, process_arrived
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.core import Core, Limits, tidy_all
+from cachesvc.flows.leases import close_lease, lose_silent, open_lease, process_arrived, process_gone
+from cachesvc.flows.match import match
+from cachesvc.flows.publish import publish
+from cachesvc.flows.recycle import release
 from cachesvc.flows.registration import (
+    MAX_POOL_PAGES,
+    STARVED,
+    Budget,
+    PoolRequest,
     Registered,
     RegisterRequest,
-    Registration,
-    begin,
+    claimed,
     find,
     host_pages_arrived,
     register,
+    registering,
 )
-from cachesvc.flows.sizing import MAX_POOL_PAGES, STARVED, Budget, PoolRequest
-from cachesvc.ledger.ledger import Ledger
-from cachesvc.model.errors import Conflict, InvalidRequest, LimitExceeded, PoolExhausted, QuotaExceeded, Unavailable
+from cachesvc.ledger.ledger import LeaseState, Ledger
+from cachesvc.model.errors import (
+    Conflict,
+    InvalidRequest,
+    LedgerBroken,
+    LimitExceeded,
+    PoolExhausted,
+    QuotaExceeded,
+    Unavailable,
+)
 from cachesvc.model.layout import Layout, Plane, PlaneGroup, device_bytes
 from cachesvc.model.words import PageState, Run, WritePolicy
 from cachesvc.policy.eviction import WriteRule, eviction_policy
 from tests.conservation import audit
-from tests.unit.rigs.ledger_rig import CountedVault, RecordingMover, windowed
+from tests.unit.rigs.ledger_rig import (
+    TOKEN,
+    CountedVault,
+    RecordingMover,
+    Rig,
+    chain,
+    one_group,
+    prefill,
+    rig_of,
+    windowed,
+)
 
 PAGES = 100
 PAGE_BYTES = 4096
 
 
-def one_group() -> Layout:
+def kib_pages() -> Layout:
     """Pages as wide as whatever is aligned, so that bytes and pages go together."""
     return Layout(4, 1, (PlaneGroup("full"),), (Plane("k", 0, "full", (PAGE_BYTES,), "uint8"),))
 
@@ -45,7 +71,7 @@ class Desk:
 
     def __init__(self) -> None:
         self.core = Core(Ledger(), RecordingMover(), eviction_policy("lru"), WriteRule(WritePolicy.WRITE_BACK))
-        room = device_bytes(one_group(), (PAGES,))
+        room = device_bytes(kib_pages(), (PAGES,))
         self.vault = CountedVault({"gpu-0": room, "gpu-1": room}, HOST_PAGES * PAGE_BYTES)
 
     def register(
@@ -64,7 +90,7 @@ class Desk:
     ) -> Registered:
         pool = PoolRequest((pages,)) if pages is not None else PoolRequest(share=share)
         budget, devices = budget or Budget(), (f"gpu-{gpu}",)
-        request = RegisterRequest(name, layout or one_group(), salt, devices, pool, host, budget, reserved)
+        request = RegisterRequest(name, layout or kib_pages(), salt, devices, pool, host, budget, reserved)
         return register(self.core, self.vault, request, now)
 
     def occupy(self, made: Registered) -> None:
@@ -203,7 +229,7 @@ def test_who_is_refused_for_other_reasons_takes_no_place_in_the_list() -> None:
     desk.register("idle", 10)
     object.__setattr__(desk.core.limits, "models", 1)
     with pytest.raises(QuotaExceeded):
-        desk.register("m", 10, budget=Budget("poor", device_bytes=device_bytes(one_group(), (5,))))
+        desk.register("m", 10, budget=Budget("poor", device_bytes=device_bytes(kib_pages(), (5,))))
     with pytest.raises(PoolExhausted):
         desk.register("m", PAGES + 1)
     assert desk.names == ["idle"]
@@ -328,28 +354,36 @@ def test_a_tenants_pages_are_bounded_whatever_their_size() -> None:
 
 
 def ask(name: str, pages: int = 40, host: int = 0) -> RegisterRequest:
-    return RegisterRequest(name, one_group(), b"", ("gpu-0",), PoolRequest((pages,)), PoolRequest((host,)))
+    return RegisterRequest(name, kib_pages(), b"", ("gpu-0",), PoolRequest((pages,)), PoolRequest((host,)))
+
+
+def finished(parts: Generator[Any, Any, Registered], result: Any) -> Registered:
+    """Do the rest of a registration; ``result``: of the work that it has yielded."""
+    try:
+        while True:
+            result = parts.send(result)()
+    except StopIteration as ended:
+        made: Registered = ended.value
+        return made
 
 
 def test_memory_is_touched_only_when_pools_are_made_and_the_model_is_there_at_the_end() -> None:
     desk = Desk()
     old = desk.register("old", 80)
     desk.vault.calls.clear()
-    begun = begin(desk.core, desk.vault, ask("new", host=8))
-    assert isinstance(begun, Registration)
-    begun.plan(desk.vault)
+    parts = registering(desk.core, desk.vault, ask("new", host=8), lambda: 1.0)
+    plan = next(parts)()
     assert (desk.names, desk.vault.calls) == (["old"], [])
-    assert begun.evict(desk.core, desk.vault)
+    reserve = parts.send(plan)
     assert (desk.names, desk.vault.calls) == ([], []), "no lease opens on what will be closed"
     desk.vault.arrived = 2
-    begun.reserve(desk.vault)
-    begun.claim(desk.core)
+    assert parts.send(reserve()) is claimed
     assert (desk.names, desk.vault.calls) == ([], [("open host", 2)])
-    begun.make(desk.vault)
+    pools = next(parts)()
     assert desk.vault.calls[1:] == [("close", old.model.id), ("open replica", 2)]
     assert desk.names == []
     desk.vault.news(2, Run(2, 3))  # between making and entering
-    made = begun.enter(desk.core, desk.vault, 1.0)
+    made = finished(parts, pools)
     assert (desk.names, made.existed) == (["new"], False)
     host_pages_arrived(desk.core, 2, 0, Run(5, 3))
     assert made.model.blocks.host.pools[0].free == 8
@@ -360,25 +394,18 @@ def test_memory_is_touched_only_when_pools_are_made_and_the_model_is_there_at_th
 def test_who_is_in_use_by_the_time_it_would_be_evicted_stays() -> None:
     desk = Desk()
     first, second = desk.register("first", 40), desk.register("second", 40, now=1.0)
-    begun = begin(desk.core, desk.vault, ask("new"))
-    assert isinstance(begun, Registration)
-    begun.plan(desk.vault)
+    parts = registering(desk.core, desk.vault, ask("new"), lambda: 2.0)
+    plan = next(parts)()
     desk.occupy(first)
-    assert not begun.evict(desk.core, desk.vault)
-    begun.plan(desk.vault)
-    assert begun.evict(desk.core, desk.vault)
+    plan = parts.send(plan)()
+    reserve = parts.send(plan)
     assert desk.names == ["first"]
-    begun.reserve(desk.vault)
-    begun.claim(desk.core)
-    begun.make(desk.vault)
-    begun.enter(desk.core, desk.vault, 2.0)
-    begun = begin(desk.core, desk.vault, ask("third", 50))
-    assert isinstance(begun, Registration)
-    begun.plan(desk.vault)
+    finished(parts, reserve())
+    parts = registering(desk.core, desk.vault, ask("third", 50), lambda: 2.0)
+    plan = next(parts)()
     desk.occupy(desk.register("new"))
-    assert not begun.evict(desk.core, desk.vault)
     with pytest.raises(PoolExhausted):
-        begun.plan(desk.vault)
+        parts.send(plan)()
     assert desk.names == ["first", "new"]
     assert desk.closed == [second.model.id]
 
@@ -397,3 +424,114 @@ def test_pools_that_cannot_be_made_leave_nothing_behind() -> None:
     desk.register("m", 10, gpu=1)
     desk.register("new", 10)
     assert audit(desk.core.ledger).problems == []
+
+
+# Names that operators see beside a model's identity.
+
+
+def test_a_display_name_is_no_part_of_the_namespace_and_the_first_one_stays() -> None:
+    desk, wish = Desk(), ask("m", 10)
+    made = register(desk.core, desk.vault, wish, 0.0)
+    assert made.model.shown == "m"
+    for name in ("llama", "another"):
+        again = register(desk.core, desk.vault, replace(wish, display_name=name), 0.0)
+        assert again.model is made.model
+        assert made.model.shown == "llama"
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[2J", "\u202e", "x" * 129, "\u00e9" * 65])
+def test_a_display_name_that_terminals_would_obey_or_that_is_too_long_is_refused(name: str) -> None:
+    desk = Desk()
+    with pytest.raises(InvalidRequest, match="display_name must be at most 128 bytes of printable text"):
+        register(desk.core, desk.vault, replace(ask("m", 10), display_name=name), 0.0)
+    assert desk.names == []
+
+
+# A model between the Register of its engine and the Open: it is not idle, for a while.
+
+
+def test_a_registered_model_is_kept_until_its_engine_has_had_time_to_open() -> None:
+    """Engines that started together evicted each other's pools in turns, and each Open was NOT_FOUND."""
+    desk = Desk()
+    desk.core.limits = Limits(open_seconds=30.0)
+    desk.core.ledger.moment.seconds = 1000.0
+    first = desk.register("first", 60)
+    with pytest.raises(PoolExhausted):
+        desk.register("second", 60)
+    desk.core.ledger.moment.seconds = 1029.0
+    assert desk.register("first", 60).existed, "another engine of it, or the same one again"
+    desk.occupy(first)
+    end_leases(desk)
+    with pytest.raises(PoolExhausted):
+        desk.register("second", 60)
+    desk.core.ledger.moment.seconds = 1059.0
+    desk.register("second", 60)
+    assert desk.names == ["second"]
+
+
+def test_a_model_is_idle_as_soon_as_the_leases_of_all_who_registered_have_ended() -> None:
+    desk = Desk()
+    desk.core.limits = Limits(open_seconds=30.0)
+    desk.occupy(desk.register("first", 60))
+    end_leases(desk)
+    desk.register("second", 60)
+    assert desk.names == ["second"]
+
+
+def end_leases(desk: Desk) -> None:
+    for lease in list(desk.core.ledger.leases):
+        close_lease(desk.core, lease, quiesced=True)
+
+
+# A defect of the daemon's own half-way through a change: the model is out of service, and the others go on.
+
+
+def test_nothing_is_served_of_a_model_out_of_service_until_it_is_trusted() -> None:
+    rig = rig_of(one_group(), device=(8,))
+    a = rig.lease()
+    prefill(rig, a, 1, "ab")
+    rig.model.distrust("row 7 is not pinned")
+    rig.model.distrust("and another thing")
+    says = r"model 1 is out of service until it is verified: row 7 is not pinned; go on without the cache"
+    calls = ((match, a, 2, chain("a"), 0), (allocate, a, 1, 3), (publish, a, 1, 2, b"", 0), (release, a, 1))
+    for flow, *arguments in calls:
+        with pytest.raises(Unavailable, match=says):
+            rig.run(flow, *arguments)
+    with pytest.raises(Unavailable, match=says):
+        open_lease(rig.core, 1, 0, "b", TOKEN + b"a", 0, 0.0)
+    with pytest.raises(Unavailable, match=says):
+        register(rig.core, rig.vault, RegisterRequest("m", one_group()), 0.0)
+    rig.model.suspect = ""
+    assert rig.run(match, a, 2, chain(*"ab"), 0).device_blocks == 2
+
+
+def broken(rig: Rig, lease: str) -> None:
+    """The daemon has lost a pin that a sequence of the lease has."""
+    rig.model.blocks.unpin(rig.place(), rig.core.ledger.leases[lease].sequences[1].anchor)
+
+
+def test_a_lease_whose_end_breaks_is_lost_and_takes_its_model_out_of_service_and_nobody_with_it() -> None:
+    """The first broken lease ended the sweep, so no silent engine of the node was lost any more."""
+    rig = rig_of(one_group(), device=(16,))
+    a, b = rig.lease("a"), rig.lease("b")
+    prefill(rig, a, 1, "ab")
+    prefill(rig, b, 1, "xy")
+    broken(rig, a)
+    assert set(lose_silent(rig.core, 10.0, 60.0)) == {a, b}
+    leases = rig.core.ledger.leases
+    assert [leases[lease].state for lease in (a, b)] == [LeaseState.QUARANTINED] * 2
+    tidy_all(rig.core)
+    assert "is not pinned" in rig.model.suspect
+    assert leases[b].sequences == {}
+    process_gone(rig.core, TOKEN + b"a")
+    process_gone(rig.core, TOKEN + b"b")
+    assert leases == {}
+
+
+def test_a_page_that_is_not_there_is_a_defect_and_not_somebody_elses_page() -> None:
+    rig = rig_of(one_group(), device=(4,))
+    row = rig.model.blocks.index.insert(b"k" * 32, -1, 1)
+    for page in (-1, 0):
+        with pytest.raises(LedgerBroken):
+            rig.place().seal(0, row, page)
+    assert (rig.free(), rig.place().pages[0][row]) == ([4], -1)

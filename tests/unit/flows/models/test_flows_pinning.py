@@ -10,11 +10,11 @@ from kvcache.v1 import inspect_pb2
 
 from cachesvc.flows import pinning
 from cachesvc.flows.allocate import allocate, swap_out
-from cachesvc.flows.core import tidy
+from cachesvc.flows.core import tidy, tidy_all
 from cachesvc.flows.leases import close_lease, lose, lose_device
 from cachesvc.flows.match import match, prefetch
 from cachesvc.flows.pinning import MOST_SECONDS, expire_pins, pin, unpin
-from cachesvc.flows.sizing import idle_models
+from cachesvc.flows.registration import idle_models
 from cachesvc.model.answers import Matched
 from cachesvc.model.errors import (
     Conflict,
@@ -175,10 +175,10 @@ def serve_beyond_window(rig: Rig) -> None:
 def test_nothing_is_pinned_of_a_model_that_is_gone_or_out_of_service() -> None:
     """An operator was answered that a prefix stays, of a model that was evicted while its key was looked for."""
     rig = with_prompt(one_group(), 16)
-    pinning.distrust(rig.model, "row 7 is not pinned")
+    rig.model.distrust("row 7 is not pinned")
     with pytest.raises(Unavailable, match="out of service"):
         pinned(rig, "abcd")
-    pinning.trust(rig.core, 1)
+    rig.model.suspect = ""
     model = rig.core.ledger.models.pop(1)
     with pytest.raises(NotFound, match="evicted for another one"):
         pin(rig.core, model, last("abcd"), 60.0, rig.now)
@@ -258,8 +258,7 @@ def test_a_pin_stays_where_its_end_would_not_help() -> None:
     rig.run(match, other, 1, b"", 0)
     rig.run(allocate, other, 1, 5)
     lose(rig.core, rig.core.ledger.leases[other], "by order")
-    while rig.core.chores:
-        tidy(rig.core.chores)
+    tidy_all(rig.core)
     pinned(rig, "abcd")
     lease = next(iter(rig.core.ledger.leases))
     rig.run(match, lease, 3, chain(*range(14)), 0)

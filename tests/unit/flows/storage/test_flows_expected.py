@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,19 +12,21 @@ import pytest
 from cachesvc.flows import expected as flow
 from cachesvc.flows.allocate import allocate
 from cachesvc.flows.core import Promise
+from cachesvc.flows.leases import process_arrived
+from cachesvc.flows.loads import Sharing
 from cachesvc.flows.match import match
 from cachesvc.flows.recycle import release
 from cachesvc.ledger.block_ledger import BlockLedger
+from cachesvc.ledger.ledger import Model
 from cachesvc.model.answers import LONGEST_EXPECTED_WAIT_SECONDS, Expected, Matched, Wait
 from cachesvc.model.errors import InvalidRequest
-from cachesvc.model.numbers import share_of
+from cachesvc.model.numbers import Party, share_of
 from cachesvc.model.words import KEY_BYTES, PageState
 from cachesvc.peer.fleet import Peer
 from cachesvc.questions.explanation import EXPECTATIONS
-from tests.unit.flows.storage.following import PEER, PROMPT, Following
 from tests.unit.peer.peer_rig import NearControl
-from tests.unit.rigs.ledger_rig import chain, prefill
-from tests.unit.rigs.storage_flows_rig import GONE, LENT
+from tests.unit.rigs.ledger_rig import TOKEN, chain, prefill
+from tests.unit.rigs.storage_flows_rig import GONE, LENT, StorageRig, storing
 
 
 def test_each_piece_is_fetched_as_it_is_sealed() -> None:
@@ -554,3 +558,178 @@ def test_a_peer_whose_streams_are_cut_again_and_again_is_followed_to_the_end() -
         following.at.tell(range(1, 9 - sealed), GONE)
         assert following.look()[0] == sealed
     assert following.ended("arrived") == 1
+
+
+# Fetches of one prompt that another node computes, which run at the same time, each behind the one before.
+
+
+def fetched(following: Following) -> list[int]:
+    """Blocks of each fetch."""
+    return [len(each.keys) // KEY_BYTES for each in following.storage.fetches]
+
+
+def test_what_is_lent_while_a_fetch_runs_is_fetched_beside_it() -> None:
+    following = Following()
+    following.look()
+    for lent in (3, 2, 1, 1):
+        following.promise(lent, 2)
+    assert fetched(following) == [3, 2, 1]
+    assert len(following.lenders.asked) == 4, "one loan ahead is enough"
+    following.at.tell(range(2), LENT, fetch=1)
+    following.at.tell(range(1), LENT, fetch=2)
+    assert following.look() == (0, 8), "they come under what is not there yet"
+    following.at.tell(range(3), LENT, fetch=0)
+    assert following.look() == (6, 2)
+    assert fetched(following) == [3, 2, 1, 1]
+    following.at.tell(range(1), LENT)
+    following.promise(1)
+    following.at.tell(range(1), LENT)
+    assert following.look() == (8, 0)
+    assert following.rig.core.counters["expected_blocks"] == 8
+    assert not following.rig.model.stored.fetches
+    assert not following.rig.core.ledger.tickets.running
+
+
+def test_where_many_fetches_run_each_prompt_has_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow, "MOST_BESIDE", 1)
+    following = Following()
+    following.look()
+    following.promise(3, 5)
+    following.promise(2, 3)
+    assert fetched(following) == [3]
+    following.at.tell(range(3), LENT)
+    assert fetched(following) == [3, 2]
+
+
+@pytest.mark.parametrize("is_last_first", [False, True])
+def test_a_fetch_that_brings_less_leaves_what_was_lent_behind_it(is_last_first: bool) -> None:
+    following = Following()
+    following.look()
+    following.promise(3, 5)
+    following.promise(5)
+    for fetch in (1, 0) if is_last_first else (0, 1):
+        if fetch:
+            following.at.tell(range(5), LENT, fetch=1)
+        else:
+            following.at.tell([0], LENT, fetch=0)
+            following.at.tell([1, 2], GONE, fetch=0)
+    assert following.lenders.asked[-1] == (7, flow.POLL_SECONDS), "it is asked for again, from the gap on"
+    assert following.at.pages(PageState.IN_FLIGHT) == following.at.pages(PageState.QUARANTINED) == 0
+    following.promise(7)
+    following.at.tell(range(7), LENT)
+    assert following.look() == (8, 0)
+
+
+def test_a_fetch_that_fails_fails_those_behind_it_once() -> None:
+    following = Following()
+    following.look()
+    for lent in (3, 2, 3):
+        following.promise(lent, 3)
+    following.at.tell(range(3), GONE, fetch=0)
+    following.pass_time(flow.FAILED_PAUSE_SECONDS)
+    assert following.look() == (0, 8), "one failure is not the end"
+    assert following.at.pages(PageState.QUARANTINED) == 5, "bytes of the others may still come"
+    following.at.tell(range(2), LENT, fetch=1)
+    following.at.tell(range(3), LENT, fetch=2)
+    assert following.at.pages(PageState.QUARANTINED) == 0
+    following.promise(8)
+    following.at.tell(range(8), LENT)
+    assert following.look() == (8, 0)
+
+
+# A decoder's daemon that follows a prefill of another node, which the test plays.
+
+PEER = "10.0.0.1:7100"
+PROMPT = "abcdefgh"
+PROMPT_KEYS = chain(*PROMPT)
+
+
+class RecordingLenders:
+    """Keeps questions, which the test answers. ``refuses``: why a peer is not asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, float]] = []
+        self.told: list[Callable[[Promise], None]] = []
+        self.refuses = ""
+        self.here: set[str] = set()
+        self.dropped: list[bytes] = []
+
+    def drop(self, model: Model, keys: Sequence[bytes]) -> None:
+        self.dropped += keys
+
+    def is_here(self, peer: str) -> bool:
+        return peer in self.here
+
+    def ask(
+        self, model: Model, party: Party, keys: bytes, peer: str, seconds: float, told: Callable[[Promise], None]
+    ) -> str:
+        if not self.refuses:
+            self.asked.append((len(keys) // KEY_BYTES, seconds))
+            self.told.append(told)
+        return self.refuses
+
+
+class Following:
+    """A decoder's daemon whose peer is the test."""
+
+    def __init__(self, host: int = 16, replicas: int = 1) -> None:
+        self.at: StorageRig = storing(host=host, replicas=replicas)
+        self.at.storage.knows = False
+        self.rig, self.storage = self.at.rig, self.at.storage
+        self.lenders = RecordingLenders()
+        self.rig.core.lenders = self.lenders
+        self.number = 0
+        self.lease = self.at.lease
+
+    def be_other_process(self, number: int = 0) -> None:
+        """The Matches that follow are another process's."""
+        name = f"other{number}"
+        process_arrived(self.rig.core, TOKEN + name.encode(), 2 + number, 1)
+        self.lease = self.rig.lease(name)
+
+    def look(
+        self,
+        *,
+        is_computed: bool = False,
+        patience: float = 5.0,
+        peer: str = PEER,
+        blocks: int = 0,
+        keys: bytes = PROMPT_KEYS,
+        is_over: bool = False,
+    ) -> tuple[int, int]:
+        """Blocks that are here, and that are coming, by a Match that does not wait."""
+        expected = Expected(peer, blocks, patience, is_computed, waits=False, is_over=is_over)
+        answer = self.ask(expected, keys)()
+        while isinstance(answer, Wait) and not answer.tickets:
+            answer = self.ask(expected, keys)()
+        if isinstance(answer, Wait):  # of the usual fetch, once nothing is expected any more
+            return -1, 0
+        self.rig.run(release, self.lease, self.number)
+        return answer.device_blocks + answer.host_blocks, answer.coming_blocks
+
+    def ask(self, expected: Expected, keys: bytes = PROMPT_KEYS) -> Callable[[], Matched | Wait]:
+        """One Match call, to be run again and again."""
+        self.number += 1
+        self.rig.core.ledger.moment.seconds = self.rig.now
+        sharing = Sharing(expected=expected)
+        return partial(self.rig.once, partial(match, sharing=sharing), self.lease, self.number, keys, 0)
+
+    def promise(self, lent: int = 0, computing: int = 0, epoch: int = 1, problem: str = "") -> None:
+        """The peer answers the last question."""
+        self.rig.core.ledger.moment.seconds = self.rig.now
+        self.lenders.told[-1](Promise(lent, computing, epoch, problem))
+        self.at.settle()
+
+    def give_up(self) -> None:
+        """The peer answers the last question: its request has ended without these blocks."""
+        self.lenders.told[-1](Promise(epoch=1, is_given_up=True))
+        self.at.settle()
+
+    def pass_time(self, seconds: float) -> None:
+        self.rig.now += seconds
+        self.rig.core.ledger.moment.seconds = self.rig.now
+        flow.tick_expected(self.rig.core)
+        self.at.settle()
+
+    def ended(self, how: str) -> int:
+        return self.rig.core.counters.get(f"expectations_ended_{how}", 0)

@@ -11,8 +11,8 @@ import pytest
 from cachesvc.flows import pinning
 from cachesvc.flows.core import tidy
 from cachesvc.flows.leases import close_lease
-from cachesvc.flows.lend import end_lending, lend
-from cachesvc.flows.sizing import idle_models
+from cachesvc.flows.loads import end_lending, lend
+from cachesvc.flows.registration import idle_models
 from cachesvc.ledger.storage_state import LentBlocks
 from cachesvc.model.errors import PoolExhausted
 from cachesvc.model.words import KEY_BYTES, NO_PAGE, READY, Direction, Urgency, WritePolicy

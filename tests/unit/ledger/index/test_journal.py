@@ -8,10 +8,10 @@ import pytest
 from kvcache.v1 import inspect_pb2
 
 from cachesvc.flows.allocate import allocate
+from cachesvc.flows.loads import Sharing
 from cachesvc.flows.match import match, prefetch
 from cachesvc.flows.pinning import evict
 from cachesvc.flows.recycle import release
-from cachesvc.flows.replicas import Sharing
 from cachesvc.ledger.change_log import Cause, Event, Journal, Kind, Moment, packed
 from cachesvc.model.errors import EventsForgotten, InvalidRequest, NotFound, NotOwned, SubscriberTooSlow
 from cachesvc.model.words import KEY_BYTES, Urgency, WritePolicy

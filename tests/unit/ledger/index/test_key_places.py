@@ -11,10 +11,9 @@ from functools import partial
 import pytest
 
 from cachesvc.flows.allocate import allocate
-from cachesvc.flows.lend import lend
+from cachesvc.flows.loads import Sharing, lend
 from cachesvc.flows.match import match
 from cachesvc.flows.publish import publish
-from cachesvc.flows.replicas import Sharing
 from cachesvc.ledger.storage_state import LentBlocks
 from cachesvc.model.answers import Matched
 from cachesvc.model.errors import InvalidRequest, KeyMisplaced

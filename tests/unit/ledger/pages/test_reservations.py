@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from cachesvc.flows.allocate import allocate, swap_in, swap_out
-from cachesvc.flows.core import Limits, resolve, tidy
+from cachesvc.flows.allocate import allocate, refill_stock, swap_in, swap_out
+from cachesvc.flows.core import Limits, resolve, tidy, tidy_all
 from cachesvc.flows.leases import close_lease
 from cachesvc.flows.match import match
 from cachesvc.flows.recycle import release
-from cachesvc.flows.stock import refill_stock
 from cachesvc.ledger.page_pool import PagePool, Reservation, expire
 from cachesvc.model.answers import Allocated, Wait
 from cachesvc.model.errors import DeadlineExceeded, LedgerBroken, PoolExhausted
@@ -272,8 +271,7 @@ def test_what_is_kept_for_a_stock_is_free_once_its_lease_ends() -> None:
     rig, a, b = full(24)
     rig.core.ledger.leases[a].grown = 6
     rig.once(refill_stock, a, (6,))
-    while rig.core.chores:
-        tidy(rig.core.chores)
+    tidy_all(rig.core)
     assert reserved(rig) == 6 - SMALL.evicted
     rig.core.ledger.leases[b].grown = 0
     close_lease(rig.core, a, quiesced=True)

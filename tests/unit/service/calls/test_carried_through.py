@@ -11,11 +11,10 @@ from google.protobuf.message import Message
 from kvcache.v1 import cache_pb2
 from kvcache.v1.cache_pb2 import PublishResponse
 
-from cachesvc.flows.allocate import swap_out
+from cachesvc.flows.allocate import refill_stock, swap_out
 from cachesvc.flows.core import LAST_TURNS
 from cachesvc.flows.publish import Publishing, publish
 from cachesvc.flows.recycle import Recycling, recycle, release
-from cachesvc.flows.stock import refill_stock
 from cachesvc.model.answers import Published, Recycled
 from cachesvc.service.calls.dispatcher import Operation
 from cachesvc.wire.convert import pack_pages

@@ -6,8 +6,7 @@ import asyncio
 from hashlib import sha256
 
 from cachesvc.flows.pinning import evict
-from cachesvc.flows.registration import RegisterRequest, register
-from cachesvc.flows.sizing import PoolRequest
+from cachesvc.flows.registration import PoolRequest, RegisterRequest, register
 from cachesvc.model.words import KEY_BYTES
 from cachesvc.peer.fleet import LEAST_BITS, CountedDigest, PeerDigest, bits_for, words_of
 from cachesvc.service.calls.lending import MOST_PATIENT, MOST_READERS, DigestFeed

@@ -14,8 +14,7 @@ from kvcache.v1.cache_pb2 import OperationError
 
 from cachesvc.flows.core import Turns, resolve
 from cachesvc.flows.leases import attach, close_lease, empty_lost, lose_device, lose_silent, open_lease, process_arrived
-from cachesvc.flows.registration import RegisterRequest, register
-from cachesvc.flows.sizing import PoolRequest
+from cachesvc.flows.registration import PoolRequest, RegisterRequest, register
 from cachesvc.ledger.ledger import LeaseState
 from cachesvc.model.errors import CacheError
 from cachesvc.model.words import PageState, WritePolicy

@@ -10,8 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from cachesvc.flows.core import Core
-from cachesvc.flows.registration import Registered, RegisterRequest
-from cachesvc.flows.sizing import PoolRequest, memory_of
+from cachesvc.flows.registration import PoolRequest, Registered, RegisterRequest, memory_of
 from cachesvc.ledger.ledger import Ledger
 from cachesvc.memory.host_pool import HostPool
 from cachesvc.memory.shm import ShmBackend, ShmSlab

@@ -13,7 +13,7 @@ from cachesvc.flows.recycle import release
 from cachesvc.model.errors import LimitExceeded
 from cachesvc.service import lane
 from cachesvc.wire.lane import HEADER, HELLO_BYTES, METHODS, PING, READ_BYTES, FrameReader, encode
-from tests.unit.flows.leases.test_sharing import lease_of
+from tests.unit.flows.leases.test_flows_leases import lease_of
 from tests.unit.rigs.dispatch_rig import turns
 from tests.unit.rigs.lane_rig import LaneSite, greeted
 from tests.unit.rigs.ledger_rig import chain, one_group, rig_of

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from cachesvc.flows.core import Chore
 from cachesvc.model.errors import LedgerBroken, NotFound
 from cachesvc.service.loop.node import Node
 from tests.unit.rigs.ledger_rig import Rig, one_group, rig_of
@@ -22,7 +21,7 @@ def carried_out(rig: Rig, chores: list[Callable[[], bool]]) -> None:
         vault: Any = None
         node.start(vault)
         for each in chores:
-            rig.core.chores.append(Chore(rig.model.id, each))
+            rig.core.later(rig.model.id, each)
         node.run(lambda: None)
         for _ in range(8):
             await asyncio.sleep(0)

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from cachesvc.flows.core import Chore, Chores, tidy
+from cachesvc.flows.core import Chore, tidy
+from cachesvc.model.numbers import BACKGROUND, Party, Rounds
 from cachesvc.service.loop.node import (
     FREEZE_ROWS,
     FULL_EVERY_SECONDS,
@@ -58,9 +59,9 @@ def rig() -> Iterator[Rig]:
 
 def test_what_is_new_is_passed_over_before_other_chores(rig: Rig) -> None:
     gone = rig.ring()
-    chores = Chores()
+    chores = Rounds[Party, Chore]()
     for _ in range(3):
-        chores.append(Chore(1, bool))
+        chores.add(BACKGROUND, Chore(1, bool))
     for _ in range(MOST_FLOWS):
         rig.collector.glance(chores)
     assert len(chores) == 4
@@ -98,7 +99,7 @@ def test_a_daemon_at_work_makes_full_passes_as_rare_as_they_are_long(rig: Rig) -
             rig.collector.rest(earlier)  # old by now
         del ring
         for _ in range(QUIET_FLOWS + 1):
-            rig.collector.glance(Chores())
+            rig.collector.glance(Rounds[Party, Chore]())
         rig.collector.rest(now + LATE_SECONDS)
         return gone() is None
 
@@ -151,7 +152,7 @@ def test_rows_that_went_are_no_reason_to_freeze_late(rig: Rig) -> None:
 
 def test_what_replaces_old_objects_is_passed_over_though_the_count_stands_still(rig: Rig) -> None:
     """A full cache drops as much as it makes: nothing was passed over until a sweep, and then all at once."""
-    chores = Chores()
+    chores = Rounds[Party, Chore]()
     gone = rig.ring()
     old = [[number] for number in range(YOUNG_OBJECTS)]
     gc.collect()
@@ -160,13 +161,13 @@ def test_what_replaces_old_objects_is_passed_over_though_the_count_stands_still(
         old[number] = [number]
         rig.collector.glance(chores)
         while chores:
-            passes += chores.popleft().go_on()
+            passes += chores.take().go_on()
     assert passes >= 2
     assert gone() is None
 
 
 def test_what_is_new_is_passed_over_in_a_turn_once_there_is_enough_of_it(rig: Rig) -> None:
-    chores = Chores()
+    chores = Rounds[Party, Chore]()
     rig.collector.glance(chores)
     assert not chores
     gone = rig.ring()
@@ -177,7 +178,7 @@ def test_what_is_new_is_passed_over_in_a_turn_once_there_is_enough_of_it(rig: Ri
     assert gone() is not None
     assert chore.go_on()
     assert gone() is None
-    chores.popleft()
+    chores.take()
     rig.collector.glance(chores)
     assert not chores
     assert len(kept) > YOUNG_OBJECTS

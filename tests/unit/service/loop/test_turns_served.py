@@ -8,7 +8,7 @@ import pytest
 from kvcache.v1 import cache_pb2, lease_pb2
 
 from cachesvc.flows.allocate import allocate
-from cachesvc.flows.core import begin, tidy
+from cachesvc.flows.core import tidy
 from cachesvc.flows.leases import open_lease, process_arrived, process_gone
 from cachesvc.flows.match import match
 from tests.unit.rigs.dispatch_rig import Desk, turns
@@ -128,7 +128,7 @@ def test_background_work_of_a_process_is_not_behind_the_end_of_another_one_with_
     for _ in range(4):
         tidy(chores)
     assert len(chores) > 16, "its leases end, in turns"
-    begin(chores, rig.model.id, land_some, at_once=False, party=(7, 7))
+    rig.core.begin(rig.model.id, land_some, at_once=False, party=(7, 7))
     for _ in range(8):
         tidy(chores)
     assert len(done) == 4
