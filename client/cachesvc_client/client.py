@@ -39,7 +39,7 @@ from cachesvc_client.wire.settings import (
     default_socket,
     default_transport,
 )
-from cachesvc_client.wire.transports import ChannelMaker, Channels, open_channel
+from cachesvc_client.wire.transports import ChannelMaker, open_channel
 
 DEFAULT_TIMEOUTS = Timeouts()
 DEFAULT_RETRIES = Retries()
@@ -100,7 +100,7 @@ class CacheClient:
     @property
     def connected(self) -> bool:
         """True while the daemon is there. False in a child of the process that connected."""
-        return self._connection is not None and self._connection.is_here and not self._connection.lost.is_set()
+        return self._connection is not None and not (self._maker.is_elsewhere or self._connection.lost.is_set())
 
     @property
     def epoch(self) -> int:
@@ -222,7 +222,7 @@ class CacheClient:
         """Wait until the daemon goes or the client is closed; False when ``timeout_s`` passes first."""
         if self._connection is None:
             raise InvalidRequest("not connected yet: use the client in a with block, or call connect() first")
-        return self._connection.channels.wait_end(timeout_s)
+        return self._connection.lost.wait(timeout_s)
 
     def close(self, *, quiesced: bool | None = None) -> None:
         """Close the leases as ``Lease.close`` does, unmap, and disconnect. Idempotent. Raises UsedAfterFork.
@@ -277,7 +277,8 @@ class CacheClient:
     def _new_connection(self) -> Connection:
         connection = Connection(
             self.socket_path,
-            Channels(self._make_channel, self._options),
+            self._make_channel,
+            self._options,
             timeouts=self._timeouts,
             retries=self._retries,
             on_lost=self._lose,
@@ -311,16 +312,16 @@ def carry_over(before: Connection, connection: Connection, lost: Seq[Lease]) -> 
     """Report closed leases to the same daemon, found again, and let it report the ends of the others."""
     for lease in lost:
         lease.calls.move(connection)
-    untold = connection.untold = before.untold  # one list: the next call reports a close that fails only now
-    while untold:
+    ends = connection.unreported = before.unreported  # one list: the next call reports a close that fails only now
+    while ends:
         try:
-            connection.ask(CLOSE, untold[-1], connection.timeouts.close_s)
+            connection.ask(CLOSE, ends[-1], connection.timeouts.close_s)
         except (LeaseLost, NotFound) as over:
-            log.debug("close_needless lease=%s why=%s", untold[-1].lease_id, over)
+            log.debug("close_needless lease=%s why=%s", ends[-1].lease_id, over)
         except CacheClientError as gone:
-            log.debug("close_untold lease=%s why=%s", untold[-1].lease_id, gone)
+            log.debug("close_untold lease=%s why=%s", ends[-1].lease_id, gone)
             return
-        untold.pop()
+        ends.pop()
 
 
 class Reattacher:

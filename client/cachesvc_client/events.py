@@ -22,7 +22,6 @@ from kvcache.v1 import event_pb2
 from cachesvc_client.core.arguments import warn_renamed
 from cachesvc_client.core.errors import EventsMissed, Maker, Unauthenticated, error_of
 from cachesvc_client.records.event_batch import Batch, BlockMirror, CopyLocation, Kind, Part, Run, parse_batch
-from cachesvc_client.wire.connection import DEFAULT_OPTIONS, subscription
 from cachesvc_client.wire.credentials import Metadata, credentials_from, has_token
 from cachesvc_client.wire.life import may_show
 from cachesvc_client.wire.methods import SUBSCRIBE
@@ -30,6 +29,21 @@ from cachesvc_client.wire.settings import ChannelOptions, default_socket
 from cachesvc_client.wire.transports import ChannelMaker, open_channel
 
 __all__ = ["Batch", "BlockMirror", "CopyLocation", "EventSubscriber", "Kind", "Part", "Run", "subscription"]
+
+
+DEFAULT_OPTIONS = ChannelOptions(first_reconnect_ms=2000, longest_reconnect_ms=2000)
+"""Channel options of a subscriber, which is in no hurry."""
+
+
+def subscription(
+    namespace: bytes, *, snapshot: bool = True, epoch: int = 0, after: int | None = None, storage: bool = False
+) -> event_pb2.SubscribeRequest:
+    """Request for events: a snapshot first, or all behind change ``after`` of ``epoch``, or (neither) from now on.
+    ``storage``: also changes of storage."""
+    request = event_pb2.SubscribeRequest(namespace=namespace, snapshot=snapshot, epoch=epoch, storage=storage)
+    if after is not None and not snapshot:
+        request.after_sequence_number = after
+    return request
 
 
 def __getattr__(name: str) -> object:

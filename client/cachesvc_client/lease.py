@@ -50,7 +50,7 @@ def open_lease(
 ) -> Lease:
     """Open a lease, or join that of an ``instance``, and begin to beat. Raises NotFound (register again),
     LimitExceeded, NotSupported (a daemon that knows no instances), DaemonUnavailable."""
-    token, asked_s = connection.process_token, time.monotonic()
+    token, asked_s = connection.life.process_token, time.monotonic()
     opened = connection.ask(
         OPEN, build_open(registration, engine, token, request_id, instance), connection.timeouts.call_s
     )
@@ -220,13 +220,13 @@ NEEDLESS = (AlreadyClosed, DaemonUnavailable, LeaseLost, NotFound, DeadlineExcee
 
 def attach_pool(connection: Connection, registration: Registration, lease_id: str, rank: int) -> AttachedPool:
     """Map one rank's pool for this process, under a lease that may be another process's."""
-    token = connection.process_token
+    token = connection.life.process_token
     request = engine_pb2.AttachRequest(lease_id=lease_id, rank=rank, process_token=token)
-    connection.attachments.begin(lease_id, rank)
+    connection.attach(lease_id, rank)
     try:
         attached = connection.ask(ATTACH, request, connection.timeouts.attach_s)
     except BaseException:
-        connection.attachments.end(lease_id, rank)
+        connection.detach(lease_id, rank)
         raise
 
     def detach() -> None:
@@ -237,7 +237,7 @@ def attach_pool(connection: Connection, registration: Registration, lease_id: st
             log.debug("detach_needless lease=%s rank=%s why=%s", lease_id, rank, gone)
 
     def unmapped() -> None:
-        if connection.attachments.end(lease_id, rank):
+        if connection.detach(lease_id, rank):
             detach()
 
     pool = AttachedPool(registration.layout, rank, attached, connection.life, unmapped)
@@ -301,7 +301,7 @@ class Keeping:
             if (loss := record.judge_silence(came, 0)) is not None:
                 record.lose(loss)
             elif not connection.proof.renew_stream(came, line.metadata):
-                connection.channels.wait_end(RECONNECT_PAUSE_S)
+                connection.lost.wait(RECONNECT_PAUSE_S)
 
     def _run(self) -> None:
         try:
@@ -335,7 +335,7 @@ class Keeping:
                 log.info("keeper_token_renewed lease=%s", self._record.id)
                 continue
             log.info("keeper_reconnects lease=%s", self._record.id)
-            connection.channels.wait_end(RECONNECT_PAUSE_S)
+            connection.lost.wait(RECONNECT_PAUSE_S)
         return None
 
     def _beat(self, line: BlockingLine) -> grpc.RpcError | None:

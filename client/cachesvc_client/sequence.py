@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from types import TracebackType
 from typing import Any, TypeVar
@@ -35,7 +35,7 @@ from cachesvc_client.records.lease_record import ANSWER_MARGIN_S, LATER, LONGEST
 from cachesvc_client.records.sequence_record import NO_DEAD, NO_STATES, SequenceRecord, States, lost_tokens
 from cachesvc_client.records.steps import Recorded, SentStep, StepBatch, StepBook
 from cachesvc_client.records.views import SequenceView
-from cachesvc_client.wire.connection import Attempts, Connection
+from cachesvc_client.wire.connection import Connection, pause_after
 from cachesvc_client.wire.messages import build_recycle, build_wait_tickets, parse_recycle, parse_tickets
 from cachesvc_client.wire.methods import CLOSE, RECYCLE, WAIT_TICKETS, Operation, no_action
 from cachesvc_client.wire.transports import StepLine
@@ -366,7 +366,7 @@ class StepStream:
     def _take_until(self, step: SentStep, deadline_s: float, renewed_s: float) -> bool:
         """Take in answers until that of ``step`` has come; False at the deadline. ``renewed_s``: the deadline for a
         stream that has to be opened again."""
-        attempts: Attempts | None = None
+        pauses = self._calls.connection.retries.pauses()
         while not step.is_answered:
             if self._line is None:
                 raise InvalidRequest("this step was sent on a stream that was closed")
@@ -379,8 +379,7 @@ class StepStream:
             elif answer is None:
                 return False
             else:
-                attempts = attempts or Attempts(self._calls.connection.retries, renewed_s)
-                self._renew(attempts, answer)
+                self._renew(answer, pauses, renewed_s)
         return True
 
     @property
@@ -410,7 +409,7 @@ class StepStream:
         connection.keep_lane()
         if line is None or line.is_lane or self._book.under_way:
             return
-        if connection.has_lane or not connection.proof.is_in(line.metadata):
+        if connection.has_lane or not set(connection.proof.metadata) <= set(line.metadata):
             self._line = None
             line.close()
 
@@ -438,7 +437,7 @@ class StepStream:
                 return
         self._book.refuse_one(answer.request_id, refusal)
 
-    def _renew(self, attempts: Attempts, failure: grpc.RpcError) -> None:
+    def _renew(self, failure: grpc.RpcError, pauses: Iterator[float], deadline_s: float) -> None:
         """The stream broke: open it again and send what has no answer under the same ids, or give up."""
         connection = self._calls.connection
         assert self._line is not None
@@ -448,7 +447,7 @@ class StepStream:
         try:
             connection.judge(failure)
             if not connection.proof.renew_stream(failure, used):
-                connection.channels.wait_end(attempts.pause_after(failure, time.monotonic()))
+                connection.lost.wait(pause_after(failure, pauses, deadline_s))
             self._open_line()
         except CacheClientError as error:
             self._book.refuse(error)
@@ -551,7 +550,7 @@ class LeaseCalls:
             log.debug("close_needless lease=%s why=%s", self.record.id, over)
         except (AlreadyClosed, DaemonUnavailable, DeadlineExceeded, Unauthenticated) as gone:
             log.debug("close_untold lease=%s why=%s", self.record.id, gone)
-            self.connection.untold.append(request)
+            self.connection.unreported.append(request)
 
     def move(self, connection: Connection) -> None:
         """Move a lost lease to ``connection``, over which its end will be reported: the same daemon was found again."""

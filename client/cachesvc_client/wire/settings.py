@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
 
@@ -96,6 +96,10 @@ class Retries:
     def __post_init__(self) -> None:
         if self.attempts < 1 or self.pause_s < 0:
             raise InvalidRequest(f"retries need at least 1 attempt and no negative pause, got {self}")
+
+    def pauses(self) -> Iterator[float]:
+        """Pause before each further attempt of one call, seconds."""
+        return (self.pause_s * 2**attempt for attempt in range(self.attempts - 1))
 
 
 @dataclass(frozen=True, slots=True)
