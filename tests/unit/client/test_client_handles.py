@@ -234,6 +234,8 @@ def test_a_swap_that_failed_has_failed_until_the_next_one(daemon: FakeDaemon, le
         sequence.record.is_swapped_out = True
         with pytest.raises(Conflict, match="swap it in first"):
             sequence.wait_loaded()
+        with pytest.raises(Conflict, match="swap it in first"):
+            _ = sequence.tables
         with pytest.raises(LoadFailed):
             sequence.record.end_swap((FAILED_LOAD,))
         for wait in (sequence.wait_swapped, sequence.wait_loaded, sequence.wait_swapped):
