@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from types import TracebackType
 from typing import Any
@@ -304,9 +304,15 @@ class Sequence:
 
 
 class PendingStep:
-    def __init__(self, step: SentStep, stream: StepStream) -> None:
+    def __init__(
+        self,
+        step: SentStep,
+        collect: Callable[[SentStep, float | None], list[Any]],
+        poll: Callable[[SentStep], bool],
+    ) -> None:
         self._step = step
-        self._stream = stream
+        self._collect = collect
+        self._poll = poll
 
     @property
     def is_answered(self) -> bool:
@@ -316,7 +322,7 @@ class PendingStep:
     def poll(self) -> bool:
         """Take in answers that have come, without waiting; True once this step's is among them, or none will come.
         ``results`` then tells at once."""
-        return self._stream.poll(self._step)
+        return self._poll(self._step)
 
     def results(self, timeout_s: float | None = None) -> list[Any]:
         """Results of the batch's operations, one each, in order: a result, or a CacheClientError (not raised). Answers
@@ -325,7 +331,7 @@ class PendingStep:
         Raises DeadlineExceeded (ask again for the same step), DaemonUnavailable, and what refused the step as a whole,
         such as LeaseLost.
         """
-        return self._stream.collect(self._step, timeout_s)
+        return self._collect(self._step, timeout_s)
 
 
 class StepStream:
@@ -387,7 +393,7 @@ class StepStream:
         if not self._is_ready:
             self._take_quiet()
             self._choose_line()
-        return PendingStep(self._enter(batch), self)
+        return PendingStep(self._enter(batch), self._collect, self._poll)
 
     @property
     def is_silent(self) -> bool:
@@ -406,7 +412,7 @@ class StepStream:
         close_s = self._lease.connection.timeouts.close_s
         try:
             if self._book.under_way:
-                self.collect(self._book.under_way[-1], close_s)
+                self._collect(self._book.under_way[-1], close_s)
             if self._lease.growing:
                 self.submit(timeout_s=close_s)
         except CacheClientError as error:  # what it held goes with the lease
@@ -423,7 +429,7 @@ class StepStream:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def collect(self, step: SentStep, timeout_s: float | None) -> list[Any]:
+    def _collect(self, step: SentStep, timeout_s: float | None) -> list[Any]:
         """Take in answers until that of ``step`` has come; its results. Raises as ``PendingStep.results``."""
         if not step.is_answered:
             default_s = self._lease.connection.timeouts.step_s + self._book.waits_until(step)
@@ -433,7 +439,7 @@ class StepStream:
                 raise DeadlineExceeded(f"no answer to the step within {limit_s:g} s; ask again for its results")
         return step.outcome()
 
-    def poll(self, step: SentStep) -> bool:
+    def _poll(self, step: SentStep) -> bool:
         """Take in what has come; True once the answer to ``step`` is among it. A stream that broke is opened again,
         which takes its time."""
         now_s = time.monotonic()
@@ -474,7 +480,7 @@ class StepStream:
         """Take in the oldest answers where too many steps are in flight and the caller collects none."""
         while self._book.is_full and self._book.under_way[0].is_quiet:
             try:
-                self.collect(self._book.under_way[0], None)
+                self._collect(self._book.under_way[0], None)
             except DeadlineExceeded:
                 raise
             except CacheClientError as refusal:  # what it carried is sent again, or was lost with the lease
