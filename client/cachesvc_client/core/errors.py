@@ -44,7 +44,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -214,8 +214,8 @@ def _named(code: str, message: str, facts: Mapping[str, int | str]) -> CacheClie
 
 
 def _trailing(failure: grpc.RpcError) -> Mapping[str, str | bytes]:
-    is_call = isinstance(failure, grpc.Call | grpc.aio.AioRpcError)
-    return {key: value for key, value in failure.trailing_metadata() or ()} if is_call else {}
+    metadata: Any = isinstance(failure, grpc.Call | grpc.aio.AioRpcError) and failure.trailing_metadata()
+    return dict(metadata or ())
 
 
 # Handles belong to the process that made them: a child that was forked from it shares its sockets, and must neither
