@@ -23,10 +23,9 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 from cachesvc.model.answers import TicketView
 from cachesvc_client.client import CacheClient
 from cachesvc_client.core.errors import CacheClientError, Maker, Registration
-from cachesvc_client.events import EventSubscriber
+from cachesvc_client.events import Batch, EventSubscriber
 from cachesvc_client.lease import Lease
 from cachesvc_client.memory.pool import AttachedPool
-from cachesvc_client.records.event_batch import Batch
 from cachesvc_client.records.lease_record import LeaseRecord
 from cachesvc_client.records.sequence_record import Pages, SequenceRecord
 from cachesvc_client.records.steps import StepBatch
