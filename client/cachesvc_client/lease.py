@@ -307,16 +307,14 @@ def attach_pool(connection: Connection, registration: Registration, lease_id: st
         connection.detach(lease_id, rank)
         raise
 
-    def detach() -> None:
+    def unmapped() -> None:
+        if not connection.detach(lease_id, rank):
+            return
         request = engine_pb2.DetachRequest(lease_id=lease_id, rank=rank, process_token=token)
         try:
             connection.insist(DETACH, request, connection.timeouts.close_s)
         except NEEDLESS as gone:  # the caller needs no report
             log.debug("detach_needless lease=%s rank=%s why=%s", lease_id, rank, gone)
-
-    def unmapped() -> None:
-        if connection.detach(lease_id, rank):
-            detach()
 
     pool = AttachedPool(registration.layout, rank, attached, connection.life, unmapped)
     try:
@@ -341,9 +339,7 @@ class Keeping:
         self._thread = threading.Thread(target=self._run, name=f"kvcache-keeper-{record.id}", daemon=True)
         self._is_ended = False
         self._heard_s = 0.0
-
-    def start(self) -> None:
-        self._thread.start()
+        self.start = self._thread.start
 
     def nudge(self) -> None:
         """Beat now: the record has something to tell. Where no stream is open, the first beat of the next one does."""
@@ -383,38 +379,38 @@ class Keeping:
 
     def _run(self) -> None:
         try:
-            error = self._keep()
-            if error is not None:
-                self._record.lose(error)
+            self._heard_s = time.monotonic()
+            while not self._is_ended:
+                self._keep()
+        except (DaemonUnavailable, AlreadyClosed) as gone:
+            self._lose(gone)
         except Exception:
             log.exception("keeper_failed lease=%s", self._record.id)
 
-    def _keep(self) -> CacheClientError | None:
-        """Beat until stopped (None) or until the lease is over (why)."""
+    def _lose(self, error: CacheClientError) -> None:
+        self._is_ended = True
+        self._record.lose(error)
+
+    def _keep(self) -> None:
+        """Beat over one stream. Raises DaemonUnavailable, AlreadyClosed."""
         connection = self._connection
-        self._heard_s = time.monotonic()
-        while not self._is_ended:
-            try:
-                line = self._line = connection.open_line(KEEP_ALIVE)
-                try:
-                    failure = self._beat(line)
-                    silent_s = time.monotonic() - self._heard_s
-                finally:
-                    self._line = None
-                    line.close()
-                if failure is None:
-                    continue  # stopped, or with a new token
-                connection.judge(failure)
-            except (DaemonUnavailable, AlreadyClosed) as gone:
-                return gone
-            if (loss := self._record.judge_silence(failure, silent_s)) is not None:
-                return loss
-            if connection.proof.renew_stream(failure, line.metadata):
-                log.info("keeper_token_renewed lease=%s", self._record.id)
-                continue
+        line = self._line = connection.open_line(KEEP_ALIVE)
+        try:
+            failure = self._beat(line)
+            silent_s = time.monotonic() - self._heard_s
+        finally:
+            self._line = None
+            line.close()
+        if failure is None:
+            return  # stopped, or with a new token
+        connection.judge(failure)
+        if (loss := self._record.judge_silence(failure, silent_s)) is not None:
+            self._lose(loss)
+        elif connection.proof.renew_stream(failure, line.metadata):
+            log.info("keeper_token_renewed lease=%s", self._record.id)
+        else:
             log.info("keeper_reconnects lease=%s", self._record.id)
             connection.lost.wait(RECONNECT_PAUSE_S)
-        return None
 
     def _beat(self, line: BlockingLine) -> grpc.RpcError | None:
         """Beat until stopped or until the token was replaced (None), or until the stream has ended (how). Raises
