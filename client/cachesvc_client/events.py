@@ -225,7 +225,7 @@ class EventSubscriber:
     ``token``, or ``token_file`` (read for each subscription), else CACHESVC_TOKEN or CACHESVC_TOKEN_FILE of the
     environment: needed where the daemon runs with ``--tokens``, with the scope ``engine`` or ``read-only``.
 
-    ``storage``: be told too what is written to storage and what goes from there, as far as the daemon knows.
+    ``storage``: also report what is written to storage and what leaves it, as far as the daemon knows.
     """
 
     def __init__(

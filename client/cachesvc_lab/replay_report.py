@@ -450,7 +450,7 @@ def _draw_bytes(axes: Axes, columns: Sequence[Sample], column_seconds: int, repo
     axes.axhline(0, color=FAINT_INK, linewidth=0.8)
     axes.set_xlim(edges[0], edges[-1] + column_seconds)
 
-    # Both scales have their zero at one height, and a way with no traffic still gets a strip of its own.
+    # Both scales have their zero at one height, and a direction without traffic still gets a strip.
     up, down = max(loads) / column_seconds / rate_unit, max(stores) / column_seconds / rate_unit
     up, down = 1.08 * max(up, 0.15 * down), 1.08 * max(down, 0.15 * up)
     sum_per_rate = 1.08 * max(sum(loads) / up, sum(stores) / down) / sum_unit

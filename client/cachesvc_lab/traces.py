@@ -34,7 +34,7 @@ MAX_LINE_BYTES = 16 * 1024 * 1024
 """A request of a million blocks stays below this; a longer line means that the file is no trace."""
 
 MAX_NUMBER = 2**63 - 1
-"""Numbers of a trace fit a signed 64-bit integer, so that a program that packs them needs no check of its own."""
+"""Numbers of a trace fit a signed 64-bit integer, so a program that packs them needs no further check."""
 
 _FILE_CHUNK_BYTES = 256 * 1024
 _ZSTD_CHUNK_BYTES = 16 * 1024  # compressed bytes fed at once: bounds what a highly compressible file unfolds to

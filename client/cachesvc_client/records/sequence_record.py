@@ -442,7 +442,7 @@ class SequenceRecord:
     def refuse_release(self, error: CacheClientError) -> None:
         """The daemon has not ended it, or it had ended before."""
         self.is_released = isinstance(error, NotFound | LeaseLost | DaemonUnavailable | AlreadyClosed)
-        if self.stranded and self.failure is None:  # the tables name pages that the daemon was not told of
+        if self.stranded and self.failure is None:  # the tables name pages that the daemon does not know of
             self.failure = error
 
     def end_later(self, launch: int | None, output_tokens: int | None = None) -> bool:

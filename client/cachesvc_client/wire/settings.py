@@ -108,7 +108,7 @@ class ChannelOptions:
     attempts grow from ``first_reconnect_ms`` to ``longest_reconnect_ms``.
 
     ``keepalive_ms`` 0 sends no pings: the life socket tells at once when the daemon goes, deadlines when it hangs, and
-    a server that was not told to expect pings hangs up on them.
+    a server that does not expect pings hangs up on them.
     """
 
     max_message_bytes: int = MAX_MESSAGE_BYTES
