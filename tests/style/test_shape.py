@@ -31,7 +31,7 @@ TWICE = {("cachesvc", name) for name in IN_DAEMON}
 
 LONE = {
     *("Chooser", "Configured", "CopyStream", "EvictionPolicy", "Figures", "GpuDevice", "GpuMemory", "GpuQueue"),
-    *("HasHeadroom", "HostPages", "Lenders", "Link", "ModelFacts", "Owner", "Path", "PeerControl", "PositionRule"),
+    *("HasHeadroom", "HostPages", "Lenders", "Link", "ModelFacts", "Path", "PeerControl", "PositionRule"),
     *("Reserved", "Shadow", "SliceRunner", "Timeline", "Times", "Traveller"),
 }
 """Protocols and abstract classes that still have one implementation. None is added."""

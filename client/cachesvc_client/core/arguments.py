@@ -145,7 +145,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _described(hint: Any, number: int = 0) -> str:
-    """What an argument takes; ``number`` 1: in the plural."""
+    """Words for what an argument takes; ``number`` 1: in the plural."""
     kind, inner = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
         return " or ".join(_described(each) for each in inner)
