@@ -67,7 +67,7 @@ class Run:
         try:
             while requests:
                 self.served.append(requests[0])
-                engine.serve(len(self.served), requests[0], 0.0, 0)
+                engine.serve(requests[0], 0.0, 0)
                 requests.pop(0)
         except (CacheClientError, OSError):
             pass  # it was killed
@@ -117,7 +117,7 @@ class Run:
                 expected = 0
                 while keys[expected * KEY_BYTES : (expected + 1) * KEY_BYTES] in whole:
                     expected += 1
-                outcome = Outcome(0)
+                outcome = Outcome()
                 sequence = engine._lease.match(keys)  # noqa: SLF001
                 found = sequence.hit_blocks
                 if found:

@@ -15,23 +15,21 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager
+from enum import Flag
 from functools import partial, wraps
-from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
-from cachesvc.model.answers import (
-    NO_POSITIONS,
-    Positions,
-)
+from cachesvc.model.answers import TicketView
 from cachesvc_client.client import CacheClient
-from cachesvc_client.core.errors import CacheClientError, Maker
-from cachesvc_client.events import EventSubscriber
+from cachesvc_client.core.errors import CacheClientError, Maker, Registration
+from cachesvc_client.events import Batch, EventSubscriber
 from cachesvc_client.lease import Lease
 from cachesvc_client.memory.pool import AttachedPool
-from cachesvc_client.records.event_batch import Batch
-from cachesvc_client.records.steps import Recorded, StepBatch
-from cachesvc_client.records.views import LeaseView, SequenceView
-from cachesvc_client.sequence import LeaseCalls, PendingStep, Sequence, StepStream
+from cachesvc_client.records.lease_record import LeaseRecord
+from cachesvc_client.records.sequence_record import Pages, SequenceRecord
+from cachesvc_client.records.steps import StepBatch
+from cachesvc_client.sequence import PendingStep, Sequence, StepStream
 
 __all__ = [
     "AsyncCacheClient",
@@ -45,8 +43,6 @@ __all__ = [
 MOST_THREADS = 128
 """Calls of one client that may block at once; further ones wait for a thread. A thread is made when it is needed."""
 
-ANY_TIME = nullcontext()
-"""Turn of calls that may run beside each other."""
 P = ParamSpec("P")
 T = TypeVar("T")
 Q = TypeVar("Q")
@@ -84,6 +80,15 @@ class Opening(Coroutine[Any, Any, H], Generic[H]):
         await self._handle.__aexit__(*left)
 
 
+class Locks(Flag):
+    """Locks of a handle within which a call runs; it waits for cancelled calls that still have them."""
+
+    NONE = 0
+    OWN = 1
+    STEPS = 2
+    """The lease's lock of calls that send a step, or of a sequence's calls, which send growth first by a step."""
+
+
 class _Threads:
     """Threads of one client, in which its blocking calls run."""
 
@@ -95,18 +100,31 @@ class _Threads:
     async def run(
         self,
         call: Callable[[], T],
-        turn: AbstractContextManager[Any] = ANY_TIME,
+        locks: Seq[threading.Lock] = (),
         undo: Callable[[T], object] | None = None,
     ) -> T:
-        """Run ``call`` in a thread, within ``turn``. ``undo``: gives back the result of a cancelled call."""
+        """Run ``call`` in a thread, within ``locks``. ``undo``: gives back the result of a cancelled call."""
         self._maker.check()  # a child of the process has none of the threads
         self._loop = asyncio.get_running_loop()
-        running = self._pool.submit(contextvars.copy_context().run, _in_turn, call, turn)
+
+        def within() -> T:
+            with contextlib.ExitStack() as stack:
+                for lock in locks:
+                    stack.enter_context(lock)
+                return call()
+
+        def give_back(ended: Future[T]) -> None:
+            try:
+                if undo is not None and not ended.cancelled() and ended.exception() is None:
+                    undo(ended.result())
+            except CacheClientError as gone:  # it goes with its lease
+                log.debug("result_not_given_back why=%s", gone)
+
+        running = self._pool.submit(contextvars.copy_context().run, within)
         try:
             return await asyncio.wrap_future(running)
         except asyncio.CancelledError:
-            if undo is not None:
-                running.add_done_callback(lambda ended: self._pool.submit(_give_back, ended, undo))
+            running.add_done_callback(lambda ended: self._pool.submit(give_back, ended))
             raise
 
     async def end(self, close: Callable[[], None]) -> None:
@@ -126,57 +144,68 @@ class _Threads:
         return tell
 
 
-def _in_turn(call: Callable[[], T], turn: AbstractContextManager[Any]) -> T:
-    with turn:
-        return call()
+class _Handle:
+    """Handle over a blocking one, under a lease but for the client's. Handles of one lease share the lock of steps."""
+
+    def __init__(self, blocking: Any, threads: _Threads, lease: LeaseRecord | None, steps: threading.Lock) -> None:
+        self._blocking = blocking
+        self._threads = threads
+        self._lease = lease
+        self._own = threading.Lock()
+        self._steps = steps
+
+    def __repr__(self) -> str:
+        return f"<Async{repr(self._blocking)[1:]}"
+
+    def _under_lease(self) -> tuple[_Threads, LeaseRecord, threading.Lock]:
+        """Arguments of a further handle under the same lease."""
+        assert self._lease is not None
+        return self._threads, self._lease, self._steps
+
+    def _read(self, name: str) -> Any:
+        return getattr(self._blocking, name)
+
+    def _call(self, call: Callable[..., T], *args: Any, **named: Any) -> T:
+        return call(self._blocking, *args, **named)
+
+    async def _run(
+        self, call: Callable[[Any], T], locks: Locks = Locks.NONE, undo: Callable[[T], object] | None = None
+    ) -> T:
+        taken = [self._own] if Locks.OWN in locks else []
+        is_stepping = self._lease is not None and self._lease.stock is not None
+        if Locks.STEPS in locks and (is_stepping or not taken):
+            taken.append(self._steps)
+        return await self._threads.run(partial(call, self._blocking), taken, undo)
 
 
-@contextlib.contextmanager
-def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
-    with one, other:
-        yield
+class _Shown(Generic[T]):
+    """Attribute that the blocking handle has under the same name."""
+
+    def __set_name__(self, _: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, handle: Any, _: type | None = None) -> T:
+        return cast("T", handle._read(self._name))  # noqa: SLF001
 
 
-def _give_back(ended: Future[T], undo: Callable[[T], object]) -> None:
-    if ended.cancelled() or ended.exception() is not None:
-        return
-    try:
-        undo(ended.result())
-    except CacheClientError as gone:  # it goes with its lease
-        log.debug("result_not_given_back why=%s", gone)
+def _same(call: Callable[Concatenate[Q, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """``call`` of the blocking handle, on the loop: it waits for nothing."""
 
+    @wraps(call)
+    def method(self: _Handle, /, *args: P.args, **named: P.kwargs) -> T:
+        return self._call(call, *args, **named)
 
-class _Shared(NamedTuple):
-    """Handles of one lease share these. ``steps``: turn of calls that may send a step."""
-
-    threads: _Threads
-    calls: LeaseCalls
-    steps: threading.Lock
-
-
-def _any_time(_: Any) -> AbstractContextManager[Any]:
-    return ANY_TIME
-
-
-def _between_steps(self: Any) -> AbstractContextManager[Any]:
-    shared: _Shared = self._shared
-    return shared.steps
-
-
-def _signed(call: Callable[Concatenate[Q, P], T]) -> Callable[[Callable[..., T]], Callable[Concatenate[Any, P], T]]:
-    """Give a method the arguments of a blocking handle's ``call``."""
-    return cast("Callable[[Callable[..., T]], Callable[Concatenate[Any, P], T]]", wraps(call))
+    return method
 
 
 def _awaited(
-    call: Callable[Concatenate[Q, P], T], turn: Callable[[Any], AbstractContextManager[Any]] = _any_time
+    call: Callable[Concatenate[Q, P], T], locks: Locks = Locks.NONE
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    """``call`` of a handle's blocking twin, in a thread."""
+    """``call`` of the blocking handle, in a thread."""
 
     @wraps(call)
-    async def method(self: Any, /, *args: P.args, **named: P.kwargs) -> T:
-        threads: _Threads = self._threads
-        return await threads.run(partial(call, self._blocking, *args, **named), turn(self))
+    async def method(self: _Handle, /, *args: P.args, **named: P.kwargs) -> T:
+        return await self._run(lambda blocking: call(blocking, *args, **named), locks)
 
     return method
 
@@ -185,51 +214,42 @@ def _opening(
     call: Callable[Concatenate[Q, P], T],
     show: Callable[[Any, T], H],
     undo: Callable[[Any, T], object],
-    turn: Callable[[Any], AbstractContextManager[Any]] = _any_time,
+    locks: Locks = Locks.NONE,
 ) -> Callable[Concatenate[Any, P], Opening[H]]:
     """``call``, whose result becomes the handle that ``show`` gives. ``undo``: gives back that of a cancelled call."""
 
     @wraps(call)
-    def method(self: Any, /, *args: P.args, **named: P.kwargs) -> Opening[H]:
+    def method(self: _Handle, /, *args: P.args, **named: P.kwargs) -> Opening[H]:
         async def made() -> H:
-            threads: _Threads = self._threads
-            opening = partial(call, self._blocking, *args, **named)
-            return show(self, await threads.run(opening, turn(self), partial(undo, self)))
+            opened = self._run(lambda blocking: call(blocking, *args, **named), locks, partial(undo, self))
+            return show(self, await opened)
 
         return Opening(made())
 
     return method
 
 
-class AsyncCacheClient:
+def _signed(call: Callable[Concatenate[Q, P], T]) -> Callable[[Callable[..., T]], Callable[Concatenate[Any, P], T]]:
+    """Give a constructor the arguments of the blocking one, ``call``."""
+    return cast("Callable[[Callable[..., T]], Callable[Concatenate[Any, P], T]]", wraps(call))
+
+
+class AsyncCacheClient(_Handle):
+    connected = _Shown[bool]()
+    epoch = _Shown[int]()
+    transport = _Shown[str]()
+
     @_signed(CacheClient.__init__)
     def __init__(self, *args: Any, **named: Any) -> None:
-        self._blocking = CacheClient(*args, **named)
-        self.socket_path = self._blocking.socket_path
-        self.engine = self._blocking.engine
-        self._threads = _Threads()
-        self._opening = threading.Lock()
+        super().__init__(CacheClient(*args, **named), _Threads(), None, threading.Lock())
+        self.socket_path: str = self._blocking.socket_path
+        self.engine: str = self._blocking.engine
         self._leases: dict[Lease, AsyncLease] = {}
         self._ends: set[asyncio.Event] = set()
         self._blocking.on_lost(self._threads.on_loop(self._end))
 
-    def __repr__(self) -> str:
-        return f"<Async{repr(self._blocking)[1:]}"
-
-    @property
-    def connected(self) -> bool:
-        return self._blocking.connected
-
-    @property
-    def epoch(self) -> int:
-        return self._blocking.epoch
-
-    @property
-    def transport(self) -> str:
-        return self._blocking.transport
-
     async def connect(self) -> AsyncCacheClient:
-        await self._threads.run(self._blocking.connect)
+        await self._run(CacheClient.connect)
         return self
 
     def on_lost(self, callback: Callable[[], None]) -> None:
@@ -238,7 +258,7 @@ class AsyncCacheClient:
     register = _awaited(CacheClient.register)
 
     async def reconnect(self) -> tuple[AsyncLease, ...]:
-        leases = await self._threads.run(self._blocking.reconnect, self._opening)
+        leases = await self._run(CacheClient.reconnect, Locks.OWN)
         return tuple([self._show(lease) for lease in leases])
 
     async def wait_lost(self, timeout_s: float | None = None) -> bool:
@@ -261,7 +281,7 @@ class AsyncCacheClient:
             self._end()
 
     async def __aenter__(self) -> AsyncCacheClient:
-        await self._threads.run(self._blocking.connect, undo=CacheClient.close)
+        await self._run(CacheClient.connect, undo=CacheClient.close)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -276,51 +296,54 @@ class AsyncCacheClient:
         """Handle of a lease, one for each."""
         if lease not in self._leases:
             self._leases = {known: shown for known, shown in self._leases.items() if not known.record.is_closed}
-            self._leases[lease] = AsyncLease(lease, self._threads)
+            self._leases[lease] = AsyncLease(lease, self._threads, lease.record, threading.Lock())
         return self._leases[lease]
 
     def _end(self) -> None:
         for ended in self._ends:
             ended.set()
 
-    open_lease = _opening(CacheClient.open_lease, _show, _close_unshown, lambda self: self._opening)
+    open_lease = _opening(CacheClient.open_lease, _show, _close_unshown, Locks.OWN)
     attach = _opening(CacheClient.attach, lambda _, pool: pool, lambda _, pool: pool.close())
 
 
-class AsyncLease(LeaseView):
+class AsyncLease(_Handle):
     """``Lease`` for several tasks; each sequence and step stream is for one.
 
     The pools that it attaches wait in threads, not on the loop: ``await asyncio.to_thread(pool.wait_layer, ticket,
     layer, timeout_s)``.
     """
 
-    def __init__(self, lease: Lease, threads: _Threads) -> None:
-        super().__init__(lease.record)
-        self.calls = lease.calls
-        self._blocking = lease
-        self._threads = threads
-        self._shared = _Shared(threads, lease.calls, threading.Lock())
-
-    def on_lost(self, callback: Callable[[CacheClientError], None]) -> None:
-        self._blocking.on_lost(self._threads.on_loop(callback))
-
+    record = _Shown[LeaseRecord]()
+    id = _Shown[str]()
+    instance = _Shown[str]()
+    joined = _Shown[bool]()
+    registration = _Shown[Registration]()
+    is_lost = _Shown[bool]()
+    is_sure = _Shown[bool]()
+    is_draining = _Shown[bool]()
+    pools = _Shown[tuple[AttachedPool, ...]]()
+    hasher = _same(Lease.hasher)
+    launch = _same(Lease.launch)
     prefetch = _awaited(Lease.prefetch)
     pause_write_backs = _awaited(Lease.pause_write_backs)
     make_sure = _awaited(Lease.make_sure)
-    completed = _awaited(Lease.completed, _between_steps)
+    completed = _awaited(Lease.completed, Locks.STEPS)
     wait_tickets = _awaited(Lease.wait_tickets)
-    close = _awaited(Lease.close, _between_steps)
-
-    def step(self, stock_pages: int | Seq[int] = 0) -> AsyncStepStream:
-        return AsyncStepStream(self._blocking.step(stock_pages), self._shared)
+    close = _awaited(Lease.close, Locks.STEPS)
+    __aexit__ = _awaited(Lease.__exit__, Locks.STEPS)
 
     async def __aenter__(self) -> AsyncLease:
         return self
 
-    __aexit__ = _awaited(Lease.__exit__, _between_steps)
+    def on_lost(self, callback: Callable[[CacheClientError], None]) -> None:
+        self._blocking.on_lost(self._threads.on_loop(callback))
+
+    def step(self, stock_pages: int | Seq[int] = 0) -> AsyncStepStream:
+        return AsyncStepStream(self._blocking.step(stock_pages), *self._under_lease())
 
     def _show_sequence(self, sequence: Sequence) -> AsyncSequence:
-        return AsyncSequence(sequence, self._shared)
+        return AsyncSequence(sequence, *self._under_lease())
 
     def _detach(self, pool: AttachedPool) -> None:
         self.record.pools.remove(pool)
@@ -330,106 +353,74 @@ class AsyncLease(LeaseView):
     attach = _opening(Lease.attach, lambda _, pool: pool, _detach)
 
 
-class AsyncSequence(SequenceView):
-    def __init__(self, sequence: Sequence, shared: _Shared) -> None:
-        super().__init__(sequence.record)
-        self._blocking = sequence
-        self._threads = shared.threads
-        self._shared = shared
-        self._lock = threading.Lock()
-
-    def _own_turn(self) -> AbstractContextManager[Any]:
-        return self._lock
-
-    def _turn(self) -> AbstractContextManager[Any]:
-        """Turn of a call that sends growth from stock first, by a step."""
-        return self._lock if self._shared.calls.stream is None else _both(self._lock, self._shared.steps)
-
-    allocate = _awaited(Sequence.allocate, _turn)
-    publish = _awaited(Sequence.publish, _turn)
-    recycle = _awaited(Sequence.recycle, _turn)
-    swap_out = _awaited(Sequence.swap_out, _turn)
-    swap_in = _awaited(Sequence.swap_in, _turn)
-    wait_loaded = _awaited(Sequence.wait_loaded, _own_turn)
-    wait_swapped = _awaited(Sequence.wait_swapped, _own_turn)
-    release = _awaited(Sequence.release, _turn)
-
-    def grow_from_stock(self, blocks: int = 1, *, positions: Positions = NO_POSITIONS) -> None:
-        self._blocking.grow_from_stock(blocks, positions=positions)
-
-    def lost_tokens(self) -> range:
-        return self._blocking.lost_tokens()
+class AsyncSequence(_Handle):
+    record = _Shown[SequenceRecord]()
+    id = _Shown[int]()
+    device_blocks = _Shown[int]()
+    host_blocks = _Shown[int]()
+    storage_blocks = _Shown[int]()
+    hit_blocks = _Shown[int]()
+    full_blocks = _Shown[int]()
+    computing_blocks = _Shown[int]()
+    coming_blocks = _Shown[int]()
+    blocks = _Shown[int]()
+    sealed_blocks = _Shown[int]()
+    tables = _Shown[tuple[Pages, ...]]()
+    tickets = _Shown[tuple[TicketView, ...]]()
+    is_swapped_out = _Shown[bool]()
+    is_released = _Shown[bool]()
+    grow_from_stock = _same(Sequence.grow_from_stock)
+    lost_tokens = _same(Sequence.lost_tokens)
+    allocate = _awaited(Sequence.allocate, Locks.OWN | Locks.STEPS)
+    publish = _awaited(Sequence.publish, Locks.OWN | Locks.STEPS)
+    recycle = _awaited(Sequence.recycle, Locks.OWN | Locks.STEPS)
+    swap_out = _awaited(Sequence.swap_out, Locks.OWN | Locks.STEPS)
+    swap_in = _awaited(Sequence.swap_in, Locks.OWN | Locks.STEPS)
+    wait_loaded = _awaited(Sequence.wait_loaded, Locks.OWN)
+    wait_swapped = _awaited(Sequence.wait_swapped, Locks.OWN)
+    release = _awaited(Sequence.release, Locks.OWN | Locks.STEPS)
+    __aexit__ = _awaited(Sequence.__exit__, Locks.OWN | Locks.STEPS)
 
     async def __aenter__(self) -> AsyncSequence:
         return self
 
-    __aexit__ = _awaited(Sequence.__exit__, _turn)
+
+class AsyncPendingStep(_Handle):
+    is_answered = _Shown[bool]()
+    poll = _awaited(PendingStep.poll, Locks.STEPS)
+    results = _awaited(PendingStep.results, Locks.STEPS)
 
 
-class AsyncPendingStep:
-    def __init__(self, step: PendingStep, shared: _Shared) -> None:
-        self._blocking = step
-        self._threads = shared.threads
-        self._shared = shared
-
-    @property
-    def is_answered(self) -> bool:
-        return self._blocking.is_answered
-
-    poll = _awaited(PendingStep.poll, _between_steps)
-    results = _awaited(PendingStep.results, _between_steps)
-
-
-class AsyncStepStream:
-    def __init__(self, stream: StepStream, shared: _Shared) -> None:
-        self._blocking = stream
-        self._threads = shared.threads
-        self._shared = shared
-
-    @property
-    def free_pages(self) -> tuple[int, ...]:
-        return self._blocking.free_pages
-
-    @property
-    def evictable_pages(self) -> tuple[int, ...]:
-        return self._blocking.evictable_pages
-
-    @property
-    def is_silent(self) -> bool:
-        return self._blocking.is_silent
-
-    def batch(self) -> StepBatch[AsyncSequence]:
-        calls, shared = self._shared.calls, self._shared
-        return StepBatch(calls.record, lambda record: AsyncSequence(Sequence(record, calls), shared))
-
-    def resize(self, stock_pages: int | Seq[int], due_blocks: int = 0) -> None:
-        self._blocking.resize(stock_pages, due_blocks)
-
-    def grow_all(self, sequences: Seq[Recorded], blocks: int | Seq[int] = 1) -> None:
-        self._blocking.grow_all(sequences, blocks)
-
-    async def submit(self, batch: StepBatch[Any] | None = None, timeout_s: float | None = None) -> list[Any]:
-        submit = partial(self._blocking.submit, batch, timeout_s)
-        return await self._threads.run(submit, self._shared.steps, self._release_opened)
-
-    async def send(self, batch: StepBatch[Any] | None = None) -> AsyncPendingStep:
-        sent = await self._threads.run(partial(self._blocking.send, batch), self._shared.steps)
-        return AsyncPendingStep(sent, self._shared)
-
-    tell = _awaited(StepStream.tell, _between_steps)
-    close = _awaited(StepStream.close, _between_steps)
+class AsyncStepStream(_Handle):
+    free_pages = _Shown[tuple[int, ...]]()
+    evictable_pages = _Shown[tuple[int, ...]]()
+    is_silent = _Shown[bool]()
+    resize = _same(StepStream.resize)
+    grow_all = _same(StepStream.grow_all)
+    tell = _awaited(StepStream.tell, Locks.STEPS)
+    close = _awaited(StepStream.close, Locks.STEPS)
+    __aexit__ = _awaited(StepStream.__exit__, Locks.STEPS)
 
     async def __aenter__(self) -> AsyncStepStream:
         return self
 
-    __aexit__ = _awaited(StepStream.__exit__, _between_steps)
+    def batch(self) -> StepBatch[AsyncSequence]:
+        threads, lease, steps = self._under_lease()
+        return StepBatch(lease, lambda record: AsyncSequence(Sequence(record, lease), threads, lease, steps))
+
+    async def submit(self, batch: StepBatch[Any] | None = None, timeout_s: float | None = None) -> list[Any]:
+        return await self._run(lambda stream: stream.submit(batch, timeout_s), Locks.STEPS, self._release_opened)
+
+    async def send(self, batch: StepBatch[Any] | None = None) -> AsyncPendingStep:
+        sent: PendingStep = await self._run(lambda stream: stream.send(batch), Locks.STEPS)
+        return AsyncPendingStep(sent, *self._under_lease())
 
     def _release_opened(self, results: list[Any]) -> None:
         """Release the sequences that a cancelled step opened."""
         for each in results:
             if isinstance(each, AsyncSequence):
                 with contextlib.suppress(CacheClientError):  # it goes with its lease
-                    Sequence(each.record, self._shared.calls).release()
+                    Sequence.release(each._blocking)  # noqa: SLF001
 
 
 class AsyncEventSubscriber:

@@ -14,6 +14,7 @@ from types import TracebackType
 from kvcache.v1 import engine_pb2
 
 from cachesvc.model.layout import Layout
+from cachesvc.wire.convert import layout_to_proto
 from cachesvc_client.core.arguments import checks_arguments
 from cachesvc_client.core.errors import (
     AlreadyClosed,
@@ -22,13 +23,13 @@ from cachesvc_client.core.errors import (
     LeaseLost,
     Maker,
     NotFound,
+    NotSupported,
     Registration,
 )
 from cachesvc_client.lease import Lease, attach_pool, open_lease
 from cachesvc_client.memory.pool import AttachedPool
 from cachesvc_client.wire.connection import Connection
 from cachesvc_client.wire.credentials import credentials_from
-from cachesvc_client.wire.messages import build_register, parse_registration
 from cachesvc_client.wire.methods import CLOSE, REGISTER
 from cachesvc_client.wire.settings import (
     ChannelOptions,
@@ -39,7 +40,7 @@ from cachesvc_client.wire.settings import (
     default_socket,
     default_transport,
 )
-from cachesvc_client.wire.transports import ChannelMaker, Channels, open_channel
+from cachesvc_client.wire.transports import ChannelMaker, open_channel
 
 DEFAULT_TIMEOUTS = Timeouts()
 DEFAULT_RETRIES = Retries()
@@ -100,7 +101,7 @@ class CacheClient:
     @property
     def connected(self) -> bool:
         """True while the daemon is there. False in a child of the process that connected."""
-        return self._connection is not None and self._connection.is_here and not self._connection.lost.is_set()
+        return self._connection is not None and not (self._maker.is_elsewhere or self._connection.lost.is_set())
 
     @property
     def epoch(self) -> int:
@@ -154,15 +155,15 @@ class CacheClient:
         with the numbers, InvalidRequest, LimitExceeded, Conflict (another number of reserved pages), NotSupported,
         DaemonUnavailable, DeadlineExceeded.
         """
-        request = build_register(
-            model,
-            layout,
+        if not 0 <= reserved_pages < 1 << 32:
+            raise InvalidRequest(f"{reserved_pages} is not a number of reserved pages")
+        request = engine_pb2.RegisterRequest(
+            model=model,
+            layout=layout_to_proto(layout),
             tenant_salt=tenant_salt,
             devices=devices,
-            device_pages=device_pages,
-            device_share=device_share,
-            host_pages=host_pages,
-            host_share=host_share,
+            device_pool=pool_share("device", device_pages, device_share),
+            host_pool=pool_share("host", host_pages, host_share),
             reserved_pages=reserved_pages,
             display_name=display_name,
         )
@@ -222,7 +223,7 @@ class CacheClient:
         """Wait until the daemon goes or the client is closed; False when ``timeout_s`` passes first."""
         if self._connection is None:
             raise InvalidRequest("not connected yet: use the client in a with block, or call connect() first")
-        return self._connection.channels.wait_end(timeout_s)
+        return self._connection.lost.wait(timeout_s)
 
     def close(self, *, quiesced: bool | None = None) -> None:
         """Close the leases as ``Lease.close`` does, unmap, and disconnect. Idempotent. Raises UsedAfterFork.
@@ -270,14 +271,33 @@ class CacheClient:
         self, request: engine_pb2.RegisterRequest, layout: Layout, timeout_s: float | None = None
     ) -> Registration:
         answer = self._require_connection().ask(REGISTER, request, timeout_s or self._timeouts.register_s)
-        registration = parse_registration(answer, layout, request.reserved_pages)
+        if answer.reserved_pages != request.reserved_pages:  # it would grant them
+            pages = f"{answer.reserved_pages} pages, not {request.reserved_pages}"
+            raise NotSupported(f"the daemon reserves {pages}: update it")
+        if layout.has_shared_pools and (not answer.first_pages or any(answer.first_pages)):
+            raise NotSupported("the daemon gives each group pages of its own, whatever pool it names: update it")
+        registration = Registration(
+            model_id=answer.model_id,
+            replica=answer.replica,
+            namespace=answer.namespace,
+            device_pages=tuple(answer.device_pages),
+            host_pages=tuple(answer.host_pages),
+            devices=tuple(answer.devices),
+            epoch=answer.epoch,
+            layout=layout,
+            existed=answer.existed,
+            reserved_pages=answer.reserved_pages,
+            weights_version=answer.weights_version,
+            peer_address=answer.peer_address,
+        )
         self._registered[registration.key] = (request, layout)
         return registration
 
     def _new_connection(self) -> Connection:
         connection = Connection(
             self.socket_path,
-            Channels(self._make_channel, self._options),
+            self._make_channel,
+            self._options,
             timeouts=self._timeouts,
             retries=self._retries,
             on_lost=self._lose,
@@ -310,17 +330,26 @@ class CacheClient:
 def carry_over(before: Connection, connection: Connection, lost: Seq[Lease]) -> None:
     """Report closed leases to the same daemon, found again, and let it report the ends of the others."""
     for lease in lost:
-        lease.calls.move(connection)
-    untold = connection.untold = before.untold  # one list: the next call reports a close that fails only now
-    while untold:
+        lease.record.move(connection)
+    ends = connection.unreported = before.unreported  # one list: the next call reports a close that fails only now
+    while ends:
         try:
-            connection.ask(CLOSE, untold[-1], connection.timeouts.close_s)
+            connection.ask(CLOSE, ends[-1], connection.timeouts.close_s)
         except (LeaseLost, NotFound) as over:
-            log.debug("close_needless lease=%s why=%s", untold[-1].lease_id, over)
+            log.debug("close_needless lease=%s why=%s", ends[-1].lease_id, over)
         except CacheClientError as gone:
-            log.debug("close_untold lease=%s why=%s", untold[-1].lease_id, gone)
+            log.debug("close_untold lease=%s why=%s", ends[-1].lease_id, gone)
             return
-        untold.pop()
+        ends.pop()
+
+
+def pool_share(pool: str, pages: Seq[int] | None, share: float | None) -> engine_pb2.PoolShare | None:
+    """Share of a register's request. Raises InvalidRequest for both at once."""
+    if pages is not None and share is not None:
+        raise InvalidRequest(f"give {pool}_pages or {pool}_share, not both")
+    if pages is not None:
+        return engine_pb2.PoolShare(pages=engine_pb2.PageCounts(pages=pages))
+    return engine_pb2.PoolShare(share=share) if share is not None else None
 
 
 class Reattacher:

@@ -10,10 +10,13 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from types import TracebackType
 
 import grpc
+import numpy as np
+import numpy.typing as npt
 from kvcache.v1 import engine_pb2, lease_pb2
 
 from cachesvc.model.answers import Expected, Prefetched, TicketView
@@ -31,14 +34,12 @@ from cachesvc_client.core.errors import (
     Registration,
     Unauthenticated,
 )
-from cachesvc_client.core.keys import PackedKeys
+from cachesvc_client.core.keys import BlockHasher, ExtraKey, PackedKeys
 from cachesvc_client.memory.pool import AttachedPool
 from cachesvc_client.records.entries import Stock, stock_targets
 from cachesvc_client.records.lease_record import LeaseRecord
-from cachesvc_client.records.views import LeaseView
-from cachesvc_client.sequence import LeaseCalls, Sequence, StepStream
+from cachesvc_client.sequence import Sequence, StepStream
 from cachesvc_client.wire.connection import Connection
-from cachesvc_client.wire.messages import build_open
 from cachesvc_client.wire.methods import ATTACH, DETACH, KEEP_ALIVE, OPEN
 from cachesvc_client.wire.transports import NUDGE, BlockingLine
 
@@ -50,36 +51,112 @@ def open_lease(
 ) -> Lease:
     """Open a lease, or join that of an ``instance``, and begin to beat. Raises NotFound (register again),
     LimitExceeded, NotSupported (a daemon that knows no instances), DaemonUnavailable."""
-    token, asked_s = connection.process_token, time.monotonic()
-    opened = connection.ask(
-        OPEN, build_open(registration, engine, token, request_id, instance), connection.timeouts.call_s
+    asked_s = time.monotonic()
+    request = lease_pb2.OpenRequest(
+        model_id=registration.model_id,
+        replica=registration.replica,
+        engine=engine,
+        process_token=connection.life.process_token,
+        request_id=request_id,
+        instance_id=instance,
+        namespace=registration.namespace,
     )
-    record = LeaseRecord(opened, registration, connection.lost, token, asked_s)
+    opened = connection.ask(OPEN, request, connection.timeouts.call_s)
+    record = LeaseRecord(opened, registration, connection, asked_s)
     if record.instance != instance:
-        LeaseCalls(connection, record).end(quiesced=True)
+        record.close(quiesced=True)
         raise NotSupported("this daemon lets no processes share a lease: update it")
     keeping = Keeping(connection, record)
     keeping.start()
-    return Lease(LeaseCalls(connection, record), keeping)
+    return Lease(record, keeping)
 
 
-class Lease(LeaseView):
+class Lease:
     """Made by ``CacheClient.open_lease``. Safe to use from several threads; each sequence and step stream from one.
 
-    Every call may raise LeaseLost, DaemonUnavailable, DeadlineExceeded and AlreadyClosed. ``calls``: for handles made
-    under it.
+    Every call may raise LeaseLost, DaemonUnavailable, DeadlineExceeded and AlreadyClosed.
     """
 
-    def __init__(self, calls: LeaseCalls, keeping: Keeping) -> None:
-        super().__init__(calls.record)
-        self.calls = calls
+    def __init__(self, record: LeaseRecord, keeping: Keeping) -> None:
+        self.record = record
         self._keeping = keeping
+        self._stream: StepStream | None = None
+
+    def __repr__(self) -> str:
+        """State; of the id, which is a key to the lease, its beginning."""
+        state = "closed" if self.record.is_closed else "lost" if self.is_lost else "live"
+        on = self.registration
+        return f"<{type(self).__name__} {self.id[:12]} on model {on.model_id}, replica {on.replica}: {state}>"
+
+    @property
+    def id(self) -> str:
+        """The lease_id: hand it to worker processes, for ``CacheClient.attach``."""
+        return self.record.id
+
+    @property
+    def instance(self) -> str:
+        """The name under which processes of one engine share it; empty where none do."""
+        return self.record.instance
+
+    @property
+    def joined(self) -> bool:
+        """True where another process of the instance had opened it."""
+        return self.record.joined
+
+    @property
+    def registration(self) -> Registration:
+        """The model and replica that it is on."""
+        return self.record.registration
+
+    @property
+    def is_lost(self) -> bool:
+        """True once the daemon took the lease away or went away itself: recompute, and open a new one."""
+        return self.record.is_lost
+
+    @property
+    def is_sure(self) -> bool:
+        """True where it is known, without a call, that what was read of the lease's pages up to now was its own: no
+        other engine can have got them. False while heartbeats are late, once the process was stopped (``make_sure``),
+        and in a child of the process that opened the lease."""
+        return self.record.is_sure
+
+    @property
+    def is_draining(self) -> bool:
+        """True when the daemon wants to go: finish what runs, open nothing."""
+        return self.record.is_draining
+
+    @property
+    def pools(self) -> tuple[AttachedPool, ...]:
+        """The pools that this lease attached in this process."""
+        return tuple(self.record.pools)
+
+    def on_lost(self, callback: Callable[[CacheClientError], None]) -> None:
+        """Call ``callback(error)`` once when the lease is lost, from a thread of the client's or on its loop; at once
+        if it is. It must not block."""
+        self.record.on_lost(callback)
+
+    def hasher(self, tokens: Seq[int] | npt.NDArray[np.integer] = (), extras: Seq[ExtraKey] = ()) -> BlockHasher:
+        """Keys of a prompt under this lease's namespace, in blocks of its layout; ``extend`` adds the tokens to come.
+
+        ``extras``: what decides KV beside the tokens. Raises InvalidRequest.
+        """
+        hasher = BlockHasher(self.registration.namespace, self.registration.layout.block_tokens, tuple(extras))
+        hasher.extend(tokens)
+        return hasher
+
+    def launch(self) -> int:
+        """The number of an iteration of the engine's, asked for before the tables are read that its kernels get.
+
+        Until ``completed`` says that it has ended nothing that it may use goes back to the daemon. Engines that compute
+        one iteration at a time, and recycle and release in between, need neither.
+        """
+        return self.record.launches.begin()
 
     @explains_arguments
     def attach(self, rank: int = 0) -> AttachedPool:
         """Map one rank's device pool into this process. Raises InvalidRequest (rank), NotSupported (kind of memory)."""
         self.record.check()
-        pool = attach_pool(self.calls.connection, self.registration, self.id, rank)
+        pool = attach_pool(self.record.connection, self.registration, self.id, rank)
         self.record.pools.append(pool)
         return pool
 
@@ -103,20 +180,20 @@ class Lease(LeaseView):
         InvalidRequest, LimitExceeded, Conflict (``sequence_id`` is open).
         """
         if self.record.orphans or self.record.ending:
-            self.calls.release_abandoned()
+            self.record.release_abandoned()
         record = self.record.new_sequence(sequence_id)
         try:
             record.retention = retention
-            self.calls.run(record.open(keys, max_blocks, waited_seconds, expected))
+            self.record.run(record.open(keys, max_blocks, waited_seconds, expected))
         except (DeadlineExceeded, KeyboardInterrupt):
             self.record.orphans.append(record)
             raise
-        return Sequence(record, self.calls)
+        return Sequence(record, self.record)
 
     @explains_arguments
     def prefetch(self, keys: PackedKeys) -> Prefetched:
         """Start to load a prefix towards the device; holds nothing once it is there. Raises PoolExhausted."""
-        return self.calls.run(self.record.prefetch(keys))
+        return self.record.run(self.record.prefetch(keys))
 
     @explains_arguments
     def pause_write_backs(self, seconds: float) -> None:
@@ -147,12 +224,13 @@ class Lease(LeaseView):
         self.record.check()
         if not self.record.has_columns:
             raise NotSupported("this daemon takes no steps by columns: upgrade it to release 0.2 or later")
-        if self.calls.stream is not None:
+        if self.record.stock is not None:
             raise Conflict("this lease has an open step stream; close it first")
         layout = self.registration.layout
         self.record.stock = Stock(stock_targets(stock_pages, layout), layout.pools)
-        stream = self.calls.stream = StepStream(self.calls)
-        return stream
+        self._stream = StepStream(self.record)
+        self.record.flush = self._stream.submit
+        return self._stream
 
     @explains_arguments
     def completed(self, launch: int) -> None:
@@ -166,10 +244,10 @@ class Lease(LeaseView):
         if not self.record.has_ended:
             return
         try:
-            if self.calls.stream is not None:
-                self.calls.stream.tell()
+            if self._stream is not None and self.record.stock is not None:
+                self._stream.tell()
                 return
-            self.calls.release_abandoned()
+            self.record.release_abandoned()
         except (DaemonUnavailable, LeaseLost) as gone:  # nothing is held any more, which is what was wanted
             log.debug("release_needless lease=%s why=%s", self.id, gone)
         except LimitExceeded:  # too many steps are under way: the next one takes them along
@@ -181,7 +259,7 @@ class Lease(LeaseView):
 
         Raises DeadlineExceeded while one still runs, NotFound for one that never was or ended long ago.
         """
-        return self.calls.wait_tickets(tickets, timeout_s)
+        return self.record.wait_tickets(tickets, timeout_s)
 
     def close(self, *, quiesced: bool | None = None, for_all: bool = False) -> None:
         """End the lease with all that it holds, unmap its pools, stop beating. Idempotent. That of an instance ends
@@ -191,19 +269,19 @@ class Lease(LeaseView):
         where that is not sure: they come back when the process ends, and a pool on a GPU stays mapped until then. Left
         out, it is so unless a launch is under way. Raises UsedAfterFork.
         """
-        connection = self.calls.connection
-        connection.maker.check()
+        self.record.connection.maker.check()
         if self.record.is_closed:
             return
-        quiesced = self.record.is_quiesced(quiesced)
-        if self.calls.stream is not None:
-            self.calls.stream.close()
+        if quiesced is None:
+            quiesced = not self.record.launches.are_under_way
+        if self._stream is not None:
+            self._stream.close()
         for pool in self.pools:
             if quiesced or not pool.is_on_gpu:  # a kernel that still runs must not find its memory gone
                 pool.close()
         self.record.is_closed = True
         self._keeping.close()
-        self.calls.end(quiesced=quiesced, for_all=for_all)
+        self.record.close(quiesced=quiesced, for_all=for_all)
 
     def __enter__(self) -> Lease:
         return self
@@ -220,25 +298,23 @@ NEEDLESS = (AlreadyClosed, DaemonUnavailable, LeaseLost, NotFound, DeadlineExcee
 
 def attach_pool(connection: Connection, registration: Registration, lease_id: str, rank: int) -> AttachedPool:
     """Map one rank's pool for this process, under a lease that may be another process's."""
-    token = connection.process_token
+    token = connection.life.process_token
     request = engine_pb2.AttachRequest(lease_id=lease_id, rank=rank, process_token=token)
-    connection.attachments.begin(lease_id, rank)
+    connection.attach(lease_id, rank)
     try:
         attached = connection.ask(ATTACH, request, connection.timeouts.attach_s)
     except BaseException:
-        connection.attachments.end(lease_id, rank)
+        connection.detach(lease_id, rank)
         raise
 
-    def detach() -> None:
+    def unmapped() -> None:
+        if not connection.detach(lease_id, rank):
+            return
         request = engine_pb2.DetachRequest(lease_id=lease_id, rank=rank, process_token=token)
         try:
             connection.insist(DETACH, request, connection.timeouts.close_s)
         except NEEDLESS as gone:  # the caller needs no report
             log.debug("detach_needless lease=%s rank=%s why=%s", lease_id, rank, gone)
-
-    def unmapped() -> None:
-        if connection.attachments.end(lease_id, rank):
-            detach()
 
     pool = AttachedPool(registration.layout, rank, attached, connection.life, unmapped)
     try:
@@ -263,9 +339,7 @@ class Keeping:
         self._thread = threading.Thread(target=self._run, name=f"kvcache-keeper-{record.id}", daemon=True)
         self._is_ended = False
         self._heard_s = 0.0
-
-    def start(self) -> None:
-        self._thread.start()
+        self.start = self._thread.start
 
     def nudge(self) -> None:
         """Beat now: the record has something to tell. Where no stream is open, the first beat of the next one does."""
@@ -301,42 +375,42 @@ class Keeping:
             if (loss := record.judge_silence(came, 0)) is not None:
                 record.lose(loss)
             elif not connection.proof.renew_stream(came, line.metadata):
-                connection.channels.wait_end(RECONNECT_PAUSE_S)
+                connection.lost.wait(RECONNECT_PAUSE_S)
 
     def _run(self) -> None:
         try:
-            error = self._keep()
-            if error is not None:
-                self._record.lose(error)
+            self._heard_s = time.monotonic()
+            while not self._is_ended:
+                self._keep()
+        except (DaemonUnavailable, AlreadyClosed) as gone:
+            self._lose(gone)
         except Exception:
             log.exception("keeper_failed lease=%s", self._record.id)
 
-    def _keep(self) -> CacheClientError | None:
-        """Beat until stopped (None) or until the lease is over (why)."""
+    def _lose(self, error: CacheClientError) -> None:
+        self._is_ended = True
+        self._record.lose(error)
+
+    def _keep(self) -> None:
+        """Beat over one stream. Raises DaemonUnavailable, AlreadyClosed."""
         connection = self._connection
-        self._heard_s = time.monotonic()
-        while not self._is_ended:
-            try:
-                line = self._line = connection.open_line(KEEP_ALIVE)
-                try:
-                    failure = self._beat(line)
-                    silent_s = time.monotonic() - self._heard_s
-                finally:
-                    self._line = None
-                    line.close()
-                if failure is None:
-                    continue  # stopped, or with a new token
-                connection.judge(failure)
-            except (DaemonUnavailable, AlreadyClosed) as gone:
-                return gone
-            if (loss := self._record.judge_silence(failure, silent_s)) is not None:
-                return loss
-            if connection.proof.renew_stream(failure, line.metadata):
-                log.info("keeper_token_renewed lease=%s", self._record.id)
-                continue
+        line = self._line = connection.open_line(KEEP_ALIVE)
+        try:
+            failure = self._beat(line)
+            silent_s = time.monotonic() - self._heard_s
+        finally:
+            self._line = None
+            line.close()
+        if failure is None:
+            return  # stopped, or with a new token
+        connection.judge(failure)
+        if (loss := self._record.judge_silence(failure, silent_s)) is not None:
+            self._lose(loss)
+        elif connection.proof.renew_stream(failure, line.metadata):
+            log.info("keeper_token_renewed lease=%s", self._record.id)
+        else:
             log.info("keeper_reconnects lease=%s", self._record.id)
-            connection.channels.wait_end(RECONNECT_PAUSE_S)
-        return None
+            connection.lost.wait(RECONNECT_PAUSE_S)
 
     def _beat(self, line: BlockingLine) -> grpc.RpcError | None:
         """Beat until stopped or until the token was replaced (None), or until the stream has ended (how). Raises

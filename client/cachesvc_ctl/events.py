@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from cachesvc_client.adapters.kv_events import MEDIA, Event, Form, KvEventBridge, KvEventMapper, wire_batch
 from cachesvc_client.adapters.zmq_events import ZmqPublisher
 from cachesvc_client.core.errors import InvalidRequest
-from cachesvc_client.events import EventSubscriber
-from cachesvc_client.records.event_batch import Batch, Part, Run
+from cachesvc_client.events import Batch, EventSubscriber, Part, Run
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
 from cachesvc.wire.convert import layout_from_proto

@@ -34,7 +34,7 @@ from cachesvc_lab.grid import (
     rows_table,
     run_grid,
 )
-from cachesvc_lab.replay import ReplayFailed, ReplayPlan, ReplayRun, running_nodes
+from cachesvc_lab.replay import EngineSettings, ReplayFailed, ReplayPlan, ReplayRun, running_nodes
 from cachesvc_lab.replay_report import draw_picture, report_json, report_table
 from cachesvc_lab.traces import Prompts, SyntheticTraceSpec, TraceRequest, prompts_of, read_trace, write_synthetic_trace
 
@@ -107,7 +107,7 @@ class Replay(Command):
         plan = _plan(said, requests)
         if said.socket and (said.storage or said.restart_every):
             raise ReplayFailed("--storage and --restart-every are for a daemon that it starts, not with --socket")
-        if said.nodes > 1 and (said.socket or said.restart_every or not plan.host_blocks):
+        if said.nodes > 1 and (said.socket or said.restart_every or not plan.settings.host_blocks):
             raise ReplayFailed("--nodes 2 starts its daemons, kills none, and needs --host-blocks to lend")
         if said.socket:
             report = ReplayRun(plan, said.socket, requests).run()
@@ -248,33 +248,34 @@ def _plan(arguments: argparse.Namespace, requests: list[TraceRequest]) -> Replay
         f"{distinct:,} distinct blocks of {arguments.block_tokens} tokens",
         file=sys.stderr,
     )
-    return ReplayPlan(
-        trace=arguments.trace,
-        engines=arguments.engines,
-        device_blocks=device_blocks,
-        host_blocks=arguments.host_blocks.blocks(distinct, arguments.block_bytes),
-        write_policy=arguments.write_policy,
-        eviction=arguments.eviction,
+    settings = EngineSettings(
+        socket="",
+        name="",
+        model=f"replay {Path(arguments.trace).name} {time.time_ns()}",
         block_bytes=arguments.block_bytes,
         block_tokens=arguments.block_tokens,
         layers=arguments.layers,
-        kill_every_seconds=arguments.kill_every,
+        device_blocks=device_blocks,
+        host_blocks=arguments.host_blocks.blocks(distinct, arguments.block_bytes),
         tells_time=arguments.clock == "trace",
+    )
+    return ReplayPlan(
+        trace=arguments.trace,
+        engines=arguments.engines,
+        settings=settings,
+        write_policy=arguments.write_policy,
+        eviction=arguments.eviction,
+        kill_every_seconds=arguments.kill_every,
         storage=arguments.storage,
         restart_every_seconds=arguments.restart_every,
     )
 
 
 def _daemon_flags(plan: ReplayPlan, backend: str) -> list[str]:
-    device = plan.device_blocks * plan.block_bytes + plan.layers * SLAB_SLACK_BYTES
-    host = plan.host_blocks * plan.block_bytes
-    host += -(-host // CHUNK_BYTES) * (plan.block_bytes + SLAB_SLACK_BYTES)
-    flags = {
-        "--backend": backend,
-        "--device-pool": str(device),
-        "--host-pool": str(host),
-        "--write-policy": plan.write_policy,
-        "--eviction": plan.eviction,
-        **({"--storage": plan.storage} if plan.storage else {}),
-    }
-    return [part for pair in flags.items() for part in pair]
+    settings = plan.settings
+    device = settings.device_blocks * settings.block_bytes + settings.layers * SLAB_SLACK_BYTES
+    host = settings.host_blocks * settings.block_bytes
+    host += -(-host // CHUNK_BYTES) * (settings.block_bytes + SLAB_SLACK_BYTES)
+    flags = ["--backend", backend, "--device-pool", str(device), "--host-pool", str(host)]
+    flags += ["--write-policy", plan.write_policy, "--eviction", plan.eviction]
+    return [*flags, "--storage", plan.storage] if plan.storage else flags

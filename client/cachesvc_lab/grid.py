@@ -53,20 +53,14 @@ def optimal_hits(prompts: Prompts, device_blocks: int, host_blocks: int = 0) -> 
     first ``device_blocks`` are cached.
     """
     paths = [prompts.blocks(prompt)[:device_blocks] for prompt in range(len(prompts))]
-    lengths = np.fromiter(map(len, paths), np.int64, len(paths))
-    starts = np.concatenate(([0], np.cumsum(lengths)))
+    starts = [0, *accumulate(map(len, paths))]
     flat = np.concatenate(paths) if paths else np.empty(0, np.int64)
-    next_use = _next_uses(flat)
-    return _hits(flat.tolist(), starts.tolist(), next_use.tolist(), device_blocks + host_blocks)
-
-
-def _next_uses(flat: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Position in ``flat`` of the next access to each access's block, -1 where there is none."""
+    # Position in ``flat`` of the next access to each access's block, -1 where there is none.
     order = np.argsort(flat, kind="stable")
     again = flat[order[1:]] == flat[order[:-1]]
     next_use = np.full(len(flat), -1, np.int64)
     next_use[order[:-1][again]] = order[1:][again]
-    return next_use
+    return _hits(flat.tolist(), starts, next_use.tolist(), device_blocks + host_blocks)
 
 
 def _hits(flat: list[int], starts: list[int], next_use: list[int], capacity: int) -> list[int]:
@@ -518,12 +512,7 @@ def rows_json(rows: Sequence[Row], block_bytes: int) -> str:
         "rows": [
             {
                 "trace": row.trace,
-                "policy": row.cell.policy,
-                "write_policy": row.cell.write_policy,
-                "device_blocks": row.cell.device_blocks,
-                "host_blocks": row.cell.host_blocks,
-                "disk_blocks": row.cell.disk_blocks,
-                "restart_every": row.cell.restart_every,
+                **row.cell._asdict(),
                 "copies": row.cell.copies._asdict(),
                 "requests": row.requests,
                 "blocks": row.blocks,

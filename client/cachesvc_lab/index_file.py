@@ -98,30 +98,15 @@ def write_index(path: Path, parts: Iterable[inspect_pb2.DumpIndexResponse]) -> i
 
 
 def _head(head: inspect_pb2.IndexHead) -> dict[str, Any]:
+    plain = ["format", "version", "taken_unix_seconds", "model_id", "model", "block_tokens", "eviction", "blocks"]
+    lists = ["groups", "full_groups", "places"]
+    pool_fields = ["place", "group", "capacity", "free", "page_bytes"]
     return {
-        "format": head.format,
-        "version": head.version,
-        "taken_unix_seconds": head.taken_unix_seconds,
-        "model_id": head.model_id,
-        "model": head.model,
+        **{name: getattr(head, name) for name in plain},
+        **{name: list(getattr(head, name)) for name in lists},
         "namespace": head.namespace_hex,
-        "block_tokens": head.block_tokens,
-        "groups": list(head.groups),
-        "full_groups": list(head.full_groups),
-        "places": list(head.places),
         "states": [state.name for state in CopyState],
-        "eviction": head.eviction,
-        "blocks": head.blocks,
-        "pools": [
-            {
-                "place": pool.place,
-                "group": pool.group,
-                "capacity": pool.capacity,
-                "free": pool.free,
-                "page_bytes": pool.page_bytes,
-            }
-            for pool in head.pools
-        ],
+        "pools": [{name: getattr(pool, name) for name in pool_fields} for pool in head.pools],
     }
 
 

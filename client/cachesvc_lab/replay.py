@@ -12,12 +12,12 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from cachesvc_client.client import CacheClient
@@ -33,11 +33,14 @@ from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
 from cachesvc.model.text import module_command
 from cachesvc.model.words import KEY_BYTES
-from cachesvc_lab.replay_report import LatencyHistogram, ReplayReport, Sample, merge_samples
+from cachesvc_lab.replay_report import CONSERVED, LatencyHistogram, ReplayReport, Sample
 from cachesvc_lab.traces import SECONDS_A_TOKEN, PagePattern, TraceRequest
 
+ANSWER_SECONDS = 10.0
+"""A channel finds the next daemon at its socket within that."""
 SETTLE_SECONDS = 30.0
 PROGRESS_SECONDS = 1.0
+Admin = admin_pb2_grpc.AdminServiceStub
 MOVED = ("h2d_bytes", "d2h_bytes")
 """Counters of a daemon that a report has, and its samples by the second."""
 
@@ -48,20 +51,15 @@ class ReplayFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """Parameters of a replay. ``kill_every_seconds`` 0: kill no engine, and ``restart_every_seconds`` likewise no
-    daemon. ``tells_time``: the trace's, for eviction. ``storage``: the daemon's flag, or empty."""
+    """Parameters of a replay. ``settings``: of its engines, but for their daemon and names. ``kill_every_seconds`` 0:
+    kill no engine, and ``restart_every_seconds`` likewise no daemon. ``storage``: the daemon's flag, or empty."""
 
     trace: str
     engines: int
-    device_blocks: int
-    host_blocks: int
+    settings: EngineSettings
     write_policy: str
     eviction: str
-    block_bytes: int
-    block_tokens: int
-    layers: int
     kill_every_seconds: float
-    tells_time: bool
     storage: str = ""
     restart_every_seconds: float = 0.0
     seed: int = 1
@@ -69,40 +67,21 @@ class ReplayPlan:
 
 @dataclass
 class Tally:
+    """Sums of the outcomes so far. ``counts``: by an outcome's fields, with "requests", "blocks" and "kills"."""
+
     lock: threading.Lock = field(default_factory=threading.Lock)
-    requests: int = 0
-    blocks: int = 0
-    device: int = 0
-    host: int = 0
-    storage: int = 0
-    computed: int = 0
-    uncached: int = 0
-    verified: int = 0
-    corrupt: int = 0
-    kills: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
     rpc: dict[str, LatencyHistogram] = field(default_factory=dict)
     samples: dict[int, Sample] = field(default_factory=dict)
 
-    def add(self, outcome: dict[str, object], blocks: int, second: int) -> None:
-        names = ("device", "host", "storage", "computed")
-        device, host, storage, computed = (int(str(outcome[name])) for name in names)
+    def add(self, outcome: dict[str, Any], blocks: int, second: int) -> None:
+        timed = outcome.pop("rpc")
         with self.lock:
-            self.requests += 1
-            self.blocks += blocks
-            self.device += device
-            self.host += host
-            self.storage += storage
-            self.computed += computed
-            self.uncached += int(str(outcome["uncached"]))
-            self.verified += int(str(outcome["verified"]))
-            self.corrupt += int(str(outcome["corrupt"]))
-            timed = outcome["rpc"]
-            assert isinstance(timed, list)
+            self.counts.update(outcome, requests=1, blocks=blocks)
             for name, milliseconds in timed:
                 self.rpc.setdefault(name, LatencyHistogram()).record(milliseconds)
-            sample = Sample(second, device, host, storage, computed)
-            known = self.samples.get(second)
-            self.samples[second] = known.plus(sample) if known is not None else sample
+            accesses = (outcome[name] for name in ("device", "host", "storage", "computed"))
+            self.samples[second] = self.samples.get(second, Sample(second)).plus(Sample(second, *accesses))
 
     def note_bytes(self, second: int, totals: Mapping[str, int]) -> None:
         """Count what the daemon has moved beyond what is counted so far, by its own counters, in one second. They begin
@@ -133,7 +112,7 @@ class EngineSlot(threading.Thread):
             while (request := self._run.next()) is not None:
                 self._serve(request)
             if self._process is not None:
-                self._end(self._process)
+                self._process.communicate()
         except Exception as error:  # noqa: BLE001 - the root of this thread; the run reports it
             self.error = error
             self._run.queue.clear()
@@ -147,42 +126,36 @@ class EngineSlot(threading.Thread):
         return True
 
     def _serve(self, request: TraceRequest) -> None:
-        line = json.dumps(_told(request)) + "\n"
+        question = {
+            "block_ids": request.block_ids,
+            "seconds": request.timestamp_ms / 1000,
+            "output_tokens": request.output_tokens,
+        }
         while True:
             process = self._process or self._start()
-            answer = self._ask(process, line)
-            if answer is not None:
-                self._run.tally.add(answer, len(request.block_ids), self._run.second())
+            assert process.stdin is not None
+            assert process.stdout is not None
+            answer = ""
+            with suppress(BrokenPipeError):
+                process.stdin.write(json.dumps(question) + "\n")
+                process.stdin.flush()
+                answer = process.stdout.readline()
+            if answer.endswith("\n"):
+                self._run.tally.add(json.loads(answer), len(request.block_ids), self._run.second())
                 return
-            self._reap(process)
-
-    def _ask(self, process: subprocess.Popen[str], line: str) -> dict[str, object] | None:
-        """Outcome of one request; None when the engine has died over it."""
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            process.stdin.write(line)
-            process.stdin.flush()
-            answer = process.stdout.readline()
-        except BrokenPipeError:
-            return None
-        if not answer.endswith("\n"):
-            return None
-        parsed = json.loads(answer)
-        assert isinstance(parsed, dict)
-        return parsed
+            self._reap(process)  # it died over the request, which its successor gets
 
     def _start(self) -> subprocess.Popen[str]:
         self._starts += 1
-        self._life = self._run.lives.count
+        self._life = self._run.lives
         socket = self._run.sockets[self.number % len(self._run.sockets)]
-        settings = replace(self._run.settings, socket=socket, name=f"replay-{self.number}.{self._starts}")
+        settings = replace(self._run.plan.settings, socket=socket, name=f"replay-{self.number}.{self._starts}")
         command = module_command("cachesvc_lab.replay", json.dumps(asdict(settings)))
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603
         assert process.stdout is not None
         if not process.stdout.readline():
             self._reap(process)
-            if process.returncode != -signal.SIGKILL and self._life == self._run.lives.count:
+            if process.returncode != -signal.SIGKILL and self._life == self._run.lives:
                 raise ReplayFailed("an engine did not start; what it said stands above")
             return self._start()
         self._process = process
@@ -193,40 +166,18 @@ class EngineSlot(threading.Thread):
         code = process.wait()
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
-            try:
+            with suppress(BrokenPipeError):  # what was still to be written goes to its successor
                 pipe.close()
-            except BrokenPipeError:
-                continue  # what was still to be written goes to its successor
-        if code not in (0, -signal.SIGKILL) and self._life == self._run.lives.count:
+        if code not in (0, -signal.SIGKILL) and self._life == self._run.lives:
             raise ReplayFailed(f"an engine ended with exit code {code}; what it said stands above")
-
-    def _end(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdin is not None
-        process.stdin.close()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-
-
-def _told(request: TraceRequest) -> dict[str, object]:
-    """Message to an engine about a request."""
-    return {
-        "index": request.index,
-        "block_ids": request.block_ids,
-        "seconds": request.timestamp_ms / 1000,
-        "output_tokens": request.output_tokens,
-    }
-
-
-def _kill_all(slots: Iterable[EngineSlot]) -> None:
-    """Engines of a daemon that is gone: each is started again with the request that it was at."""
-    for slot in slots:
-        slot.kill()
 
 
 class ReplayRun:
     """One replay against the daemon at ``socket``; ``daemon``: its process, where it may be restarted. ``others``:
-    sockets of further nodes, to which engines are dealt out in turn."""
+    sockets of further nodes, to which engines are dealt out in turn.
+
+    ``lives`` changes before a daemon dies and after the next one serves: while it stays the same, none has ended.
+    """
 
     def __init__(
         self,
@@ -238,102 +189,114 @@ class ReplayRun:
     ) -> None:
         self.plan = plan
         self.sockets = (socket, *others)
-        self.lives = Lives(daemon)
         self.tally = Tally()
         self.queue = deque(requests)
         self.total = len(self.queue)
-        self.settings = EngineSettings(
-            socket=socket,
-            name="",
-            model=f"replay {Path(plan.trace).name} {time.time_ns()}",
-            block_bytes=plan.block_bytes,
-            block_tokens=plan.block_tokens,
-            layers=plan.layers,
-            device_blocks=plan.device_blocks,
-            host_blocks=plan.host_blocks,
-            tells_time=plan.tells_time,
-        )
+        self.lives = 0
+        self._daemon = daemon
+        self._restarts = 0
+        self._lost: Counter[str] = Counter()  # counters of the daemons that were killed
+        self._slots = [EngineSlot(number, self) for number in range(plan.engines)]
         self._began = 0.0
         self._over = threading.Event()
-        self._backend = ""
+        self._error: Exception | None = None
 
     def next(self) -> TraceRequest | None:
         """The next request in trace order, or None when all are taken."""
-        try:
+        with suppress(IndexError):
             return self.queue.popleft()
-        except IndexError:
-            return None
+        return None
 
     def second(self) -> int:
         return int(time.monotonic() - self._began)
 
     def run(self) -> ReplayReport:
         """Serve every request; the report. Raises ReplayFailed."""
-        self._began = time.monotonic()
-        slots = [EngineSlot(number, self) for number in range(self.plan.engines)]
-        with open_remote(as_path(self.settings.socket)) as channel, OtherNodes(self.sockets[1:]) as others:
-            admin = admin_pb2_grpc.AdminServiceStub(channel)
-            status = admin.GetStatus(admin_pb2.GetStatusRequest())
-            self._backend, before = status.backend, dict(status.counters)
-            restarter = Restarter(
-                self.lives, self.plan.restart_every_seconds, self._over, admin, partial(_kill_all, slots)
-            )
-            for slot in slots:
+        plan, self._began = self.plan, time.monotonic()
+        with ExitStack() as stack:
+            channels = [stack.enter_context(open_remote(as_path(path))) for path in self.sockets]
+            admin, *others = nodes = [Admin(channel) for channel in channels]
+            backend = admin.GetStatus(admin_pb2.GetStatusRequest()).backend
+            before = [status_counters(node) for node in nodes]
+            for slot in self._slots:
                 slot.start()
-            watcher = threading.Thread(target=self._watch, args=(admin, before), daemon=True)
-            watcher.start()
-            if self.plan.restart_every_seconds > 0:
-                restarter.start()
-            if self.plan.kill_every_seconds > 0:
-                threading.Thread(target=self._kill, args=(slots,), daemon=True).start()
-            for slot in slots:
+            tasks = [self._task(self._watch, admin, before[0])]
+            if plan.restart_every_seconds > 0:
+                tasks.append(self._task(self._restart, admin))
+            if plan.kill_every_seconds > 0:
+                self._task(self._kill)
+            for slot in self._slots:
                 slot.join()
             seconds = time.monotonic() - self._began
             self._over.set()
-            watcher.join()
-            if restarter.is_alive():
-                restarter.join()
-            for error in (*(slot.error for slot in slots), restarter.error):
+            for task in tasks:
+                task.join()
+            for error in (*(slot.error for slot in self._slots), self._error):
                 if error is not None:
                     raise ReplayFailed(str(error)) from error
-            conservation = self._settle(admin)
-            if conservation == "ok":
-                conservation = others.settled(self._settle)
-            after = self.lives.counters(admin)
-            counted = Counter(others.counted())
-        counted.update({name: after[name] - before.get(name, 0) for name in after})
+            conservation = next((said for said in map(self._settle, nodes) if said != CONSERVED), CONSERVED)
+            after = [self._lost + status_counters(admin), *map(status_counters, others)]
+        counted: Counter[str] = Counter()
+        for now, then in zip(after, before, strict=True):
+            counted.update({name: now[name] - then[name] for name in now})
         self.tally.note_bytes(int(seconds), counted)  # what moved since the last look, and between other nodes
-        return self._report(seconds, conservation, dict(counted))
+        return self._report(seconds, backend, conservation, counted)
 
-    def _kill(self, slots: list[EngineSlot]) -> None:
+    def _task(self, work: Callable[..., None], *args: Any) -> threading.Thread:
+        """Run ``work`` in a thread; the run reports its error."""
+
+        def root() -> None:
+            try:
+                work(*args)
+            except Exception as error:  # noqa: BLE001 - the root of this thread
+                self._error = error
+
+        thread = threading.Thread(target=root, name=work.__name__, daemon=True)
+        thread.start()
+        return thread
+
+    def _kill(self) -> None:
         rng = random.Random(self.plan.seed)
         while not self._over.wait(self.plan.kill_every_seconds):
-            if rng.choice(slots).kill():
+            if rng.choice(self._slots).kill():
                 with self.tally.lock:
-                    self.tally.kills += 1
+                    self.tally.counts["kills"] += 1
 
-    def _watch(self, admin: admin_pb2_grpc.AdminServiceStub, before: Mapping[str, int]) -> None:
+    def _restart(self, admin: Admin) -> None:
+        """Kill the daemon and its engines again and again, and start the next ones. Raises DaemonFailed."""
+        assert self._daemon is not None, "a replay kills the daemon that it started"
+        while not self._over.wait(self.plan.restart_every_seconds):
+            self._lost += status_counters(admin)
+            self.lives += 1
+            self._daemon.kill()
+            for slot in self._slots:
+                slot.kill()
+            self._daemon.start()
+            self._restarts += 1
+            self.lives += 1
+
+    def _watch(self, admin: Admin, before: Counter[str]) -> None:
         """Show progress once a second, and note what the daemon has moved."""
         while not self._over.wait(PROGRESS_SECONDS):
-            counters = counters_now(admin)
-            if counters is None:
+            try:
+                counters = admin.GetStatus(admin_pb2.GetStatusRequest()).counters
+            except grpc.RpcError:  # it is being restarted
                 continue
-            moved = {name: counters.get(name, 0) - before.get(name, 0) for name in MOVED}
+            moved = {name: counters.get(name, 0) - before[name] for name in MOVED}
             self.tally.note_bytes(max(0, self.second() - 1), moved)  # in the second that is over
-            tally = self.tally
-            ratio = (tally.device + tally.host + tally.storage) / max(tally.blocks, 1)
-            end = "\r" if sys.stderr.isatty() else "\n"
+            counts = self.tally.counts
+            ratio = (counts["device"] + counts["host"] + counts["storage"]) / max(counts["blocks"], 1)
             print(
-                f"{tally.requests:,} of {self.total:,} requests, hits {ratio:.1%}, verified {tally.verified:,} pages, "
-                f"corrupt {tally.corrupt}, kills {tally.kills}",
-                end=end,
+                f"{counts['requests']:,} of {self.total:,} requests, hits {ratio:.1%}, "
+                f"verified {counts['verified']:,} pages, corrupt {counts['corrupt']}, kills {counts['kills']}",
+                end="\r" if sys.stderr.isatty() else "\n",
                 file=sys.stderr,
                 flush=True,
             )
         if sys.stderr.isatty():
             print(file=sys.stderr)
 
-    def _settle(self, admin: admin_pb2_grpc.AdminServiceStub) -> str:
+    def _settle(self, admin: Admin) -> str:
         """Wait until no transfer runs and no lease is left, then check conservation: "ok", or what broke."""
         until = time.monotonic() + SETTLE_SECONDS
         pause = threading.Event()
@@ -347,54 +310,50 @@ class ReplayRun:
         else:
             return f"{held} pages are still held {SETTLE_SECONDS:g} s after the last engine has ended"
         verdict = admin.Verify(admin_pb2.VerifyRequest())
-        return "ok" if verdict.ok else "; ".join(verdict.problems[:10])
+        return CONSERVED if verdict.ok else "; ".join(verdict.problems[:10])
 
-    def _report(self, seconds: float, conservation: str, counters: dict[str, int]) -> ReplayReport:
-        plan, tally = self.plan, self.tally
-        if tally.requests != self.total and conservation == "ok":
-            conservation = f"{self.total - tally.requests} requests were lost"
+    def _report(self, seconds: float, backend: str, conservation: str, counted: Counter[str]) -> ReplayReport:
+        plan, tally, counts = self.plan, self.tally, self.tally.counts
+        if counts["requests"] != self.total and conservation == CONSERVED:
+            conservation = f"{self.total - counts['requests']} requests were lost"
         return ReplayReport(
             trace=Path(plan.trace).name,
             engines=plan.engines,
-            pool_blocks=plan.device_blocks,
-            host_blocks=plan.host_blocks,
+            pool_blocks=plan.settings.device_blocks,
+            host_blocks=plan.settings.host_blocks,
             policy=f"{plan.write_policy}, {plan.eviction}",
-            block_bytes=plan.block_bytes,
-            requests=tally.requests,
-            blocks=tally.blocks,
-            device_hits=tally.device,
-            host_hits=tally.host,
-            storage_hits=tally.storage,
-            computed=tally.computed,
-            evictions=counters.get("evictions", 0),
-            h2d_bytes=counters.get("h2d_bytes", 0),
-            d2h_bytes=counters.get("d2h_bytes", 0),
+            block_bytes=plan.settings.block_bytes,
+            requests=counts["requests"],
+            blocks=counts["blocks"],
+            device_hits=counts["device"],
+            host_hits=counts["host"],
+            storage_hits=counts["storage"],
+            computed=counts["computed"],
+            evictions=counted["evictions"],
+            h2d_bytes=counted["h2d_bytes"],
+            d2h_bytes=counted["d2h_bytes"],
             seconds=seconds,
-            verified_pages=tally.verified,
-            corrupt_pages=tally.corrupt,
-            kills=tally.kills,
+            verified_pages=counts["verified"],
+            corrupt_pages=counts["corrupt"],
+            kills=counts["kills"],
             conservation=conservation,
             settings={
-                "backend": self._backend,
+                "backend": backend,
                 "write_policy": plan.write_policy,
                 "eviction": plan.eviction,
-                "clock": "trace" if plan.tells_time else "daemon",
-                "uncached": tally.uncached,
-                "host_evictions": counters.get("host_evictions", 0),
-                "duplicate_blocks": counters.get("duplicate_blocks", 0),
-                "tickets_failed": counters.get("tickets_failed", 0),
+                "clock": "trace" if plan.settings.tells_time else "daemon",
+                "uncached": counts["uncached"],
+                **{name: counted[name] for name in ("host_evictions", "duplicate_blocks", "tickets_failed")},
                 **({"nodes": len(self.sockets)} if len(self.sockets) > 1 else {}),
-                **({"storage": plan.storage, "restarts": self.lives.restarts} if plan.storage else {}),
+                **({"storage": plan.storage, "restarts": self._restarts} if plan.storage else {}),
             },
             rpc=tally.rpc,
-            samples=merge_samples(tuple(tally.samples[second] for second in sorted(tally.samples))),
+            samples=tuple(tally.samples[second] for second in sorted(tally.samples)),
         )
 
 
 WAIT = "?wait=2s&deadline=10s"
 """Limits for a machine that both nodes share, where a replay shows what comes over."""
-
-Admin = admin_pb2_grpc.AdminServiceStub
 
 
 @contextmanager
@@ -412,39 +371,10 @@ def running_nodes(flags: Sequence[str], count: int, *, has_storage: bool) -> Ite
         yield daemons
 
 
-class OtherNodes:
-    """The nodes of a replay beside its first one."""
-
-    def __init__(self, sockets: Sequence[str]) -> None:
-        self.sockets = tuple(sockets)
-        self._before: Counter[str] = Counter()
-        self._admins: list[Admin] = []
-        self._stack = ExitStack()
-
-    def __enter__(self) -> OtherNodes:
-        for path in self.sockets:
-            channel = self._stack.enter_context(open_remote(as_path(path)))
-            self._admins.append(admin_pb2_grpc.AdminServiceStub(channel))
-        self._before = self._sum()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def counted(self) -> dict[str, int]:
-        """Increase of their counters since the start."""
-        now = self._sum()
-        return {name: count - self._before[name] for name, count in now.items()}
-
-    def settled(self, settle: Callable[[Admin], str]) -> str:
-        """Combined result of ``settle``: "ok", or the problem of the first daemon that has one."""
-        return next((said for said in map(settle, self._admins) if said != "ok"), "ok")
-
-    def _sum(self) -> Counter[str]:
-        out: Counter[str] = Counter()
-        for admin in self._admins:
-            out.update(status_counters(admin))
-        return out
+def status_counters(admin: Admin) -> Counter[str]:
+    """The daemon's counters. Raises grpc.RpcError where the daemon stays unreachable."""
+    status = admin.GetStatus(admin_pb2.GetStatusRequest(), wait_for_ready=True, timeout=ANSWER_SECONDS)
+    return Counter(status.counters)
 
 
 def _free_ports(count: int) -> list[int]:
@@ -499,9 +429,8 @@ class EngineSettings:
 
 @dataclass(slots=True)
 class Outcome:
-    """Result of one request. ``uncached``: computed blocks for which there was no room. ``rpc``: (name, ms)."""
+    """Result of one request. ``uncached``: computed blocks that did not fit into the pool. ``rpc``: (name, ms)."""
 
-    index: int
     device: int = 0
     host: int = 0
     storage: int = 0
@@ -534,9 +463,9 @@ class ReplayEngine:
     def _make_key(self, block: int) -> bytes:
         return blake2b(self._namespace + block.to_bytes(8, "little"), digest_size=KEY_BYTES).digest()
 
-    def serve(self, index: int, block_ids: list[int], seconds: float, output_tokens: int) -> Outcome:
+    def serve(self, block_ids: Sequence[int], seconds: float, output_tokens: int) -> Outcome:
         """Serve one request: its blocks from the cache where they are, computed and published where not."""
-        outcome = Outcome(index)
+        outcome = Outcome()
         if not block_ids:
             return outcome
         keys = b"".join(map(self._key_of, block_ids))
@@ -606,8 +535,7 @@ def main() -> None:
         engine = ReplayEngine(settings, lease, pool, registration.namespace)
         say({"ready": True})
         for line in sys.stdin:
-            request = json.loads(line)
-            say(asdict(engine.serve(**request)))
+            say(asdict(engine.serve(**json.loads(line))))
         del engine
         pool.close()
         lease.close()
@@ -620,74 +548,3 @@ def say(message: dict[str, object]) -> None:
 
 if __name__ == "__main__":
     main()
-
-
-ANSWER_SECONDS = 10.0
-"""A channel finds the next daemon at its socket within that."""
-
-
-class Lives:
-    """The daemons of one replay, one after another. ``count`` changes before one dies and after the next one serves:
-    while it stays the same, no daemon has ended. ``daemon``: None where the replay did not start it."""
-
-    def __init__(self, daemon: DaemonProcess | None) -> None:
-        self.count = 0
-        self.restarts = 0
-        self._daemon = daemon
-        self._lost: Counter[str] = Counter()
-
-    def restart(self, admin: admin_pb2_grpc.AdminServiceStub, kill_engines: Callable[[], None]) -> None:
-        """Kill the daemon and its engines, and start the next one. Raises DaemonFailed."""
-        assert self._daemon is not None, "a replay kills the daemon that it started"
-        self._lost.update(status_counters(admin))
-        self.count += 1
-        self._daemon.kill()
-        kill_engines()
-        self._daemon.start()
-        self.restarts += 1
-        self.count += 1
-
-    def counters(self, admin: admin_pb2_grpc.AdminServiceStub) -> dict[str, int]:
-        """Counters of this daemon, and of earlier ones as last read."""
-        return dict(self._lost + Counter(status_counters(admin)))
-
-
-class Restarter(threading.Thread):
-    """Restarts every ``seconds`` until it is ``over``. ``error``: why it ended before."""
-
-    def __init__(
-        self,
-        lives: Lives,
-        seconds: float,
-        over: threading.Event,
-        admin: admin_pb2_grpc.AdminServiceStub,
-        kill_engines: Callable[[], None],
-    ) -> None:
-        super().__init__(name="restarts", daemon=True)
-        self.error: Exception | None = None
-        self._lives = lives
-        self._seconds = seconds
-        self._over = over
-        self._admin = admin
-        self._kill_engines = kill_engines
-
-    def run(self) -> None:
-        try:
-            while not self._over.wait(self._seconds):
-                self._lives.restart(self._admin, self._kill_engines)
-        except Exception as error:  # noqa: BLE001 - the root of this thread; the run reports it
-            self.error = error
-
-
-def status_counters(admin: admin_pb2_grpc.AdminServiceStub) -> dict[str, int]:
-    """The daemon's counters. Raises grpc.RpcError where the daemon stays unreachable."""
-    status = admin.GetStatus(admin_pb2.GetStatusRequest(), wait_for_ready=True, timeout=ANSWER_SECONDS)
-    return dict(status.counters)
-
-
-def counters_now(admin: admin_pb2_grpc.AdminServiceStub) -> dict[str, int] | None:
-    """The daemon's counters; None while there is no daemon."""
-    try:
-        return dict(admin.GetStatus(admin_pb2.GetStatusRequest()).counters)
-    except grpc.RpcError:
-        return None

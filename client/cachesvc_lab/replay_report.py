@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
+from operator import add
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cachesvc_ctl.core.command import describe_bytes
 from cachesvc_ctl.core.figure import (
@@ -41,10 +42,14 @@ if TYPE_CHECKING:
 
 
 CONSERVED = "ok"
+KEYS = """
+trace engines pool_blocks host_blocks policy block_bytes settings requests blocks hits hit_ratio computed evictions
+bytes rpc_ms seconds verified_pages corrupt_pages kills conservation samples
+"""
+"""Order of the report's keys in its JSON."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(NamedTuple):
     """Counts of one second of the replay: block accesses by result, and bytes moved."""
 
     t_seconds: int
@@ -57,15 +62,7 @@ class Sample:
 
     def plus(self, other: Sample) -> Sample:
         """Sum of this sample and another one, at this one's second."""
-        return Sample(
-            self.t_seconds,
-            self.device_hits + other.device_hits,
-            self.host_hits + other.host_hits,
-            self.storage_hits + other.storage_hits,
-            self.computed + other.computed,
-            self.h2d_bytes + other.h2d_bytes,
-            self.d2h_bytes + other.d2h_bytes,
-        )
+        return Sample(self.t_seconds, *map(add, self[1:], other[1:]))
 
     @property
     def accesses(self) -> int:
@@ -131,42 +128,16 @@ class ReplayReport:
         return self.conservation == CONSERVED and self.corrupt_pages == 0
 
 
-def merge_samples(*series: Iterable[Sample]) -> tuple[Sample, ...]:
-    """The series of several processes as one, ascending, with equal seconds added up."""
-    merged: dict[int, Sample] = {}
-    for samples in series:
-        for sample in samples:
-            known = merged.get(sample.t_seconds)
-            merged[sample.t_seconds] = sample if known is None else known.plus(sample)
-    return tuple(merged[t_seconds] for t_seconds in sorted(merged))
-
-
 def report_json(report: ReplayReport) -> str:
     """The report as one JSON object; its keys are stable, for programs that compare runs. Samples are columns."""
-    names = [item.name for item in fields(Sample)]
-    document = {
-        "trace": report.trace,
-        "engines": report.engines,
-        "pool_blocks": report.pool_blocks,
-        "host_blocks": report.host_blocks,
-        "policy": report.policy,
-        "block_bytes": report.block_bytes,
+    made = {
         "settings": dict(report.settings),
-        "requests": report.requests,
-        "blocks": report.blocks,
         "hits": {"device": report.device_hits, "host": report.host_hits, "storage": report.storage_hits},
-        "hit_ratio": report.hit_ratio,
-        "computed": report.computed,
-        "evictions": report.evictions,
         "bytes": {"h2d": report.h2d_bytes, "d2h": report.d2h_bytes},
         "rpc_ms": {name: _percentiles(histogram) for name, histogram in sorted(report.rpc.items())},
-        "seconds": report.seconds,
-        "verified_pages": report.verified_pages,
-        "corrupt_pages": report.corrupt_pages,
-        "kills": report.kills,
-        "conservation": report.conservation,
-        "samples": {name: [getattr(sample, name) for sample in report.samples] for name in names},
+        "samples": {name: [getattr(sample, name) for sample in report.samples] for name in Sample._fields},
     }
+    document = {key: made[key] if key in made else getattr(report, key) for key in KEYS.split()}
     return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
 
@@ -479,7 +450,7 @@ def _draw_bytes(axes: Axes, columns: Sequence[Sample], column_seconds: int, repo
     axes.axhline(0, color=FAINT_INK, linewidth=0.8)
     axes.set_xlim(edges[0], edges[-1] + column_seconds)
 
-    # Both scales have their zero at one height, and a way with no traffic still gets a strip of its own.
+    # Both scales have their zero at one height, and a direction without traffic still gets a strip.
     up, down = max(loads) / column_seconds / rate_unit, max(stores) / column_seconds / rate_unit
     up, down = 1.08 * max(up, 0.15 * down), 1.08 * max(down, 0.15 * up)
     sum_per_rate = 1.08 * max(sum(loads) / up, sum(stores) / down) / sum_unit

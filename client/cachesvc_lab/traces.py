@@ -34,7 +34,7 @@ MAX_LINE_BYTES = 16 * 1024 * 1024
 """A request of a million blocks stays below this; a longer line means that the file is no trace."""
 
 MAX_NUMBER = 2**63 - 1
-"""Numbers of a trace fit a signed 64-bit integer, so that a program that packs them needs no check of its own."""
+"""Numbers of a trace fit a signed 64-bit integer, so a program that packs them needs no further check."""
 
 _FILE_CHUNK_BYTES = 256 * 1024
 _ZSTD_CHUNK_BYTES = 16 * 1024  # compressed bytes fed at once: bounds what a highly compressible file unfolds to
@@ -100,7 +100,10 @@ def read_trace(
     if not path.is_file():
         raise TraceError(path, None, "there is no such file", "Check the path")
     if path.suffix == ".zst":
-        _require_zstandard()
+        try:
+            import zstandard  # noqa: F401
+        except ImportError as error:
+            raise MissingExtraError("zstandard", "replay", "reading a .jsonl.zst trace") from error
     return _requests(path, block_tokens, limit, check_parents)
 
 
@@ -136,21 +139,13 @@ def _parse_request(line: bytes, index: int, block_tokens: int) -> TraceRequest:
         raise _Fault(f"this is no JSON ({error})", "Repair or remove the line") from error
     if not isinstance(fields, dict):
         raise _Fault(f"this is a JSON {type(fields).__name__}, not an object", _FORMAT)
-    timestamp_ms = _number(fields, "timestamp")
-    input_tokens = _number(fields, "input_length")
-    output_tokens = _number(fields, "output_length")
+    for name in TraceLine.__annotations__:
+        if name not in fields:
+            raise _Fault(f"the field {name} is missing", _FORMAT)
+    numbers = [_checked_number(fields[name], name) for name in ("timestamp", "input_length", "output_length")]
+    timestamp_ms, input_tokens, output_tokens = numbers
     block_ids = _filled_block_ids(fields, input_tokens, block_tokens)
     return TraceRequest(index, timestamp_ms, input_tokens, output_tokens, block_ids)
-
-
-def _field(fields: dict[str, object], name: str) -> object:
-    if name not in fields:
-        raise _Fault(f"the field {name} is missing", _FORMAT)
-    return fields[name]
-
-
-def _number(fields: dict[str, object], name: str) -> int:
-    return _checked_number(_field(fields, name), name)
 
 
 def _checked_number(value: object, name: str) -> int:
@@ -163,7 +158,7 @@ def _checked_number(value: object, name: str) -> int:
 
 def _filled_block_ids(fields: dict[str, object], input_tokens: int, block_tokens: int) -> tuple[int, ...]:
     """The ids of the filled blocks. More than one id beyond them means another block size: not misread."""
-    ids = _field(fields, "hash_ids")
+    ids = fields["hash_ids"]
     if not isinstance(ids, list):
         raise _Fault(f"hash_ids is a {type(ids).__name__}, not a list", _FORMAT)
     filled = input_tokens // block_tokens
@@ -233,13 +228,6 @@ def _zstd_chunks(path: Path) -> Iterator[bytes]:
             yield unfolded
     if is_frame_open:
         raise _Fault("the zstd stream is truncated", "Copy the file again: its end is missing")
-
-
-def _require_zstandard() -> None:
-    try:
-        import zstandard  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError("zstandard", "replay", "reading a .jsonl.zst trace") from error
 
 
 CHUNK_WORDS = 1 << 17
@@ -371,13 +359,7 @@ class SyntheticTraceSpec:
     max_prompt_tokens: int = 32768
 
     def __post_init__(self) -> None:
-        for name in (
-            "requests",
-            "block_tokens",
-            "system_prompts",
-            "message_tokens_median",
-            "answer_tokens_median",
-        ):
+        for name in ["requests", "block_tokens", "system_prompts", "message_tokens_median", "answer_tokens_median"]:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("conversations_per_second", "think_seconds_mean"):
@@ -427,7 +409,9 @@ def generate_trace(spec: SyntheticTraceSpec) -> Iterator[TraceLine]:
     """The lines of the trace, in order of time."""
     dice = random.Random(spec.seed)
     new_ids = itertools.count()
-    prompts = _system_prompts(spec, dice, new_ids)
+    prompts = [_History(0, []) for _ in range(spec.system_prompts)]
+    for prompt in prompts:
+        prompt.extend(dice.randint(spec.system_tokens_min, spec.system_tokens_max), spec.block_tokens, new_ids)
     popularity = list(itertools.accumulate(rank**-spec.zipf_exponent for rank in range(1, spec.system_prompts + 1)))
     order = itertools.count()  # turns of the same instant go in the order in which they were planned
     # (seconds, order, whose turn it is: None is the arrival of a new conversation)
@@ -442,33 +426,20 @@ def generate_trace(spec: SyntheticTraceSpec) -> Iterator[TraceLine]:
         message_tokens = _lognormal_tokens(dice, spec.message_tokens_median)
         history.extend(min(message_tokens, spec.max_prompt_tokens - history.tokens), spec.block_tokens, new_ids)
         answer_tokens = _lognormal_tokens(dice, spec.answer_tokens_median)
-        yield _line(now_seconds, history, answer_tokens, spec.block_tokens, new_ids)
+        hash_ids = list(history.block_ids)
+        if history.tokens % spec.block_tokens:
+            hash_ids.append(next(new_ids))  # the unfilled block: no later prompt begins with just these tokens
+        yield TraceLine(
+            timestamp=round(now_seconds * 1000),
+            input_length=history.tokens,
+            output_length=answer_tokens,
+            hash_ids=hash_ids,
+        )
         history.extend(answer_tokens, spec.block_tokens, new_ids)
         if history.tokens < spec.max_prompt_tokens and dice.random() < 1 - 1 / spec.turns_mean:
             next_turn = now_seconds + dice.expovariate(1 / spec.think_seconds_mean)
             heapq.heappush(turns, (next_turn, next(order), history))
 
 
-def _system_prompts(spec: SyntheticTraceSpec, dice: random.Random, new_ids: Iterator[int]) -> list[_History]:
-    prompts = [_History(0, []) for _ in range(spec.system_prompts)]
-    for prompt in prompts:
-        prompt.extend(dice.randint(spec.system_tokens_min, spec.system_tokens_max), spec.block_tokens, new_ids)
-    return prompts
-
-
 def _lognormal_tokens(dice: random.Random, median: int) -> int:
     return max(1, round(median * dice.lognormvariate(0.0, 0.8)))
-
-
-def _line(
-    now_seconds: float, history: _History, answer_tokens: int, block_tokens: int, new_ids: Iterator[int]
-) -> TraceLine:
-    hash_ids = list(history.block_ids)
-    if history.tokens % block_tokens:
-        hash_ids.append(next(new_ids))  # the unfilled block: no later prompt begins with just these tokens
-    return TraceLine(
-        timestamp=round(now_seconds * 1000),
-        input_length=history.tokens,
-        output_length=answer_tokens,
-        hash_ids=hash_ids,
-    )

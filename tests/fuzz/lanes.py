@@ -56,7 +56,7 @@ class Lanes:
             lane = await self._lane(metadata)
         method: Method[Any, Any] = Method("CacheService", rpc.name, rpc.request, rpc.answer)
         messages: list[Any] = [Raw(each) for each in raw]
-        return [await asyncio.to_thread(lane.call, METHODS[rpc.name], method, each, seconds, ()) for each in messages]
+        return [await asyncio.to_thread(lane.call, method, each, seconds, ()) for each in messages]
 
     async def _lane(self, metadata: Metadata) -> BlockingLane:
         known = self._lanes.get(metadata)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from cachesvc_client import KEY_BYTES, NO_PAGE, Layout, TicketView, gqa
-from cachesvc_client.records.views import SequenceView
+from cachesvc_client.sequence import Sequence as CacheSequence
 from kvcache.v1 import admin_pb2
 
 from cachesvc.model.layout import Plane, PlaneGroup
@@ -102,12 +102,12 @@ class GpuEngine(Engine):
             for at in np.flatnonzero(count_wrong(each.plane, each.marks, self.stream.ptr))
         ]
 
-    def check_behind_waits(self, sequence: SequenceView, keys: bytes, ticket: TicketView, stream: Any) -> list[Any]:
+    def check_behind_waits(self, sequence: CacheSequence, keys: bytes, ticket: TicketView, stream: Any) -> list[Any]:
         """Queue for each layer a wait for it and checks of it on ``stream``; returns the counters of wrong words, and
         what must live until they are read. Nothing here waits, allocates or loads once ``prepare`` was called."""
         return self.queue_checks(self.prepare(sequence, keys), ticket, stream)
 
-    def prepare(self, sequence: SequenceView, keys: bytes) -> list[tuple[PlaneChecks, Any]]:
+    def prepare(self, sequence: CacheSequence, keys: bytes) -> list[tuple[PlaneChecks, Any]]:
         """Arrays on the device, and kernels, for the checks of a hit; counters begin as nonsense."""
         every = list(self.planes(sequence, keys, range(sequence.hit_blocks)))
         assert every

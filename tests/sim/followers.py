@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from cachesvc_client.records.event_batch import BlockMirror, CopyLocation, parse_batch
+from cachesvc_client.events import BlockMirror, CopyLocation, parse_batch
 
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.tier_copies import NO_ROW

@@ -16,21 +16,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from cachesvc.model.layout import Layout, PlaneGroup
+from cachesvc.model.layout import Layout
 from cachesvc.model.words import KEY_BYTES
 from cachesvc_client.core.errors import CacheClientError, InvalidRequest, NotOwned, NotSupported, TokenFileUnreadable
 from cachesvc_client.core.keys import PackedKeys, as_bytes
-from cachesvc_client.events import EventSubscriber
-from cachesvc_client.records.event_batch import (
+from cachesvc_client.events import (
+    NOWHERE,
     Batch,
     BlockMirror,
     CopyLocation,
+    EventSubscriber,
     Kind,
     Part,
     with_location,
@@ -83,15 +83,14 @@ def hash_of(key: bytes) -> int:
 
 def wire_batch(events: Sequence[Event], seconds: float, rank: int | None, form: Form = Form.MAP) -> list[Any]:
     """A batch as plain lists and maps, ready for msgpack. ``seconds``: since 1970."""
-    written = list(events) if form is Form.MAP else [_as_array(event) for event in events]
+    written: list[Any] = list(events)
+    for number, event in enumerate(
+        events if form is Form.ARRAY else ()
+    ):  # by position, without those missing at the end
+        fields = FIELDS[event["type"]]
+        present = max((at for at, name in enumerate(fields) if name in event), default=-1)
+        written[number] = [event["type"], *(event.get(name) for name in fields[: present + 1])]
     return [seconds, written] if rank is None else [seconds, written, rank]
-
-
-def _as_array(event: Event) -> list[Any]:
-    """The tag and the fields by position, without those missing at the end."""
-    fields = FIELDS[event["type"]]
-    present = max((at for at, name in enumerate(fields) if name in event), default=-1)
-    return [event["type"], *(event.get(name) for name in fields[: present + 1])]
 
 
 EVENTS_PER_BATCH = 64
@@ -180,11 +179,26 @@ class KvEventBridge:
                 return
             subscriber = self._subscriber = self._connect()
         inbox: Inbox = queue.Queue(WAITING_BATCHES)
-        reader = threading.Thread(target=_read, args=(subscriber, inbox), name="kvcache-events-reader", daemon=True)
+
+        def read() -> None:
+            """Hand on every batch, then the error that ended the subscription, or None."""
+            end: Exception | None = None
+            try:
+                for batch in subscriber.follow():
+                    inbox.put(batch)
+            except Exception as error:  # noqa: BLE001 - the root of this thread; raised by the one that publishes
+                end = error
+            inbox.put(end)
+
+        def nudge() -> None:
+            with suppress(queue.Full):  # a full inbox wakes the publishing thread anyway
+                inbox.put_nowait(WakeUp.TOKENS)
+
+        reader = threading.Thread(target=read, name="kvcache-events-reader", daemon=True)
         reader.start()
         try:
             if self._mapper.tokens is not None:
-                self._mapper.tokens.on_news = partial(_nudge, inbox)
+                self._mapper.tokens.on_news = nudge
             self._send(self._mapper.news())
             while (item := inbox.get()) is not None:
                 if isinstance(item, Exception):
@@ -203,23 +217,6 @@ class KvEventBridge:
         rest = iter(events)
         while some := list(itertools.islice(rest, EVENTS_PER_BATCH)):
             self._publish(some)
-
-
-def _read(subscriber: EventSubscriber, inbox: Inbox) -> None:
-    """Root of the reading thread: hand on every batch, then the error that ended the subscription, or None."""
-    end: Exception | None = None
-    try:
-        for batch in subscriber.follow():
-            inbox.put(batch)
-    except Exception as error:  # noqa: BLE001 - raised by the thread that publishes
-        end = error
-    inbox.put(end)
-
-
-def _nudge(inbox: Inbox) -> None:
-    """Wake the publishing thread. A full inbox wakes it anyway."""
-    with suppress(queue.Full):
-        inbox.put_nowait(WakeUp.TOKENS)
 
 
 # Tokens of blocks, kept by the process that hashes prompts, for routers that look prompts up by their tokens.
@@ -341,11 +338,6 @@ class KnownTokens:
             self._take_in()
             return self._blocks.get(key)
 
-    def of(self, key: bytes) -> list[int] | None:
-        """Tokens of one block; None where they are unknown."""
-        block = self.find(key)
-        return None if block is None else block.token_ids
-
     def _tell(self) -> None:
         if not self._is_told and self.on_news is not None:
             self._is_told = True
@@ -379,7 +371,6 @@ BLOCKS_PER_EVENT = 1024
 MOST_ORPHANS = 65_536
 """Parents that blocks wait for. Beyond that their blocks are announced with the next snapshot alone."""
 
-_NOWHERE: frozenset[CopyLocation] = frozenset()
 _UNKNOWN = KnownBlock(b"", Adapter(), None)
 
 
@@ -499,7 +490,7 @@ class KvEventMapper:
                 chain, blocks = [], []
             chain.append(key)
             blocks.append(block)
-            self._told[key] = with_location(self._told.get(key, _NOWHERE), location)
+            self._told[key] = with_location(self._told.get(key, NOWHERE), location)
             adopted += self._orphans.pop(key, ())
         if chain:
             yield self._stored_event(location, chain, blocks)
@@ -524,6 +515,7 @@ class KvEventMapper:
     def _stored_event(self, location: CopyLocation, keys: Sequence[bytes], blocks: Sequence[KnownBlock]) -> Event:
         group = self._groups[location.group]
         window = group.window_tokens
+        kind = "mamba" if group.is_state else "full_attention" if group.is_full else "sliding_window"
         parent = self.mirror.parents[keys[0]]
         adapter = blocks[0].adapter
         event: Event = {
@@ -536,7 +528,7 @@ class KvEventMapper:
             "medium": self.media[location.tier],
             "lora_name": adapter.lora_name or self.lora_name,
             "group_idx": location.group,
-            "kv_cache_spec_kind": _kind_of(group),
+            "kv_cache_spec_kind": kind,
         }
         if window is not None:
             event["kv_cache_spec_sliding_window"] = window
@@ -553,21 +545,6 @@ class KvEventMapper:
                     self._told[key] = left
                 else:
                     del self._told[key]
-        if not keys:
-            return []
-        hashes = [self.hash_of(key) for key in keys]
-        return [
-            {
-                "type": "BlockRemoved",
-                "block_hashes": hashes,
-                "medium": self.media[location.tier],
-                "group_idx": location.group,
-            }
-        ]
-
-
-def _kind_of(group: PlaneGroup) -> str:
-    """The word of vLLM's events for a group's kind."""
-    if group.is_state:
-        return "mamba"
-    return "full_attention" if group.is_full else "sliding_window"
+        hashes, medium = [self.hash_of(key) for key in keys], self.media[location.tier]
+        removed = {"type": "BlockRemoved", "block_hashes": hashes, "medium": medium, "group_idx": location.group}
+        return [removed] if keys else []

@@ -38,7 +38,7 @@ class ZmqPublisher:
     """``publish`` from any one thread between ``start`` and ``close``.
 
     ``endpoint`` and ``replay_endpoint`` (empty: no replay) are bound. The last ``replay_batches`` are kept for replay.
-    ``topic``: llm-d reads "kv@POD@MODEL". ``rank``: the data-parallel rank told with each batch.
+    ``topic``: llm-d reads "kv@POD@MODEL". ``rank``: the data-parallel rank that each batch names.
     """
 
     def __init__(

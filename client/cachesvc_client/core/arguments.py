@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import struct
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from functools import cache, wraps
 from numbers import Integral, Real
@@ -30,6 +31,13 @@ LIBRARY_ERRORS = (TypeError, ValueError, AttributeError, OverflowError, struct.e
 MOST = 2**32 - 1
 """Largest count that a message takes; ids may be larger."""
 SHOWN_LETTERS = 60
+NUMBERS: Mapping[Any, type] = {int: Integral, float: Real}
+WORDS: Mapping[Any, tuple[str, str]] = {
+    int: ("a whole number", "whole numbers"),
+    float: ("a number", "a number"),
+    str: ("text", "texts"),
+    NoneType: ("None", "None"),
+}
 
 
 def explains_arguments(call: Callable[P, R]) -> Callable[P, R]:
@@ -97,8 +105,13 @@ def _refuse(call: Callable[..., object], args: tuple[object, ...], named: Mappin
         if hint is None or name == "self":
             continue
         if not _fits(value, hint):
-            raise InvalidRequest(f"{_name(call)}: {name} is {_shown(value)}; it takes {_described(hint)}") from None
-        for number in _numbers(value, hint):
+            text = repr(value)
+            shown = text if len(text) <= SHOWN_LETTERS else text[:SHOWN_LETTERS] + "..."
+            kind = type(value).__name__
+            raise InvalidRequest(f"{_name(call)}: {name} is {shown} ({kind}); it takes {_described(hint)}") from None
+        takes = (hint, *get_args(hint))
+        counts = [value] if int in takes and isinstance(value, Integral) else value if Sequence[int] in takes else None
+        for number in map(int, cast("Sequence[int]", counts or ())) if _fits(counts, Sequence[int]) else ():
             if not 0 <= number <= (2**64 - 1 if name.endswith(("id", "launch")) else MOST):
                 raise InvalidRequest(f"{_name(call)}: {name} is {number}; it counts from 0 to {MOST}") from None
 
@@ -108,83 +121,45 @@ def _annotations(call: Callable[..., object]) -> tuple[inspect.Signature, Mappin
     return inspect.signature(call), get_type_hints(call)
 
 
-def _fits(value: object, hint: Any) -> bool:
+def _fits(value: Any, hint: Any) -> bool:
     """False where ``value`` is surely not what an annotation names; True for what is not known here."""
-    origin, inner = get_origin(hint), get_args(hint)
-    if isinstance(hint, TypeVar):
-        return all(hasattr(value, name) for name in vars(hint.__bound__ or object) if not name.startswith("_"))
-    if origin in (Union, UnionType):
-        return (memoryview in inner and _has_bytes(value)) or any(_fits(value, each) for each in inner)
-    if hint is None or hint is NoneType:
-        return value is None
-    if hint is float:
-        return isinstance(value, Real)
-    if hint is int:
-        return isinstance(value, Integral)
-    if hint is str:
-        return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
-    if origin is Sequence:
-        return _is_list(value) and all(_fits(each, inner[0]) for each in cast("Sequence[object]", value))
-    if origin is Mapping:
-        return isinstance(value, Mapping) and all(
-            _fits(key, inner[0]) and _fits(each, inner[1]) for key, each in value.items()
-        )
-    kind = hint if origin is None else origin
-    if inspect.isclass(kind) and not getattr(kind, "_is_protocol", False):
-        return isinstance(value, kind)
-    return True
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, Sequence | np.ndarray) and not isinstance(value, str | bytes | bytearray)
-
-
-def _has_bytes(value: object) -> bool:
-    try:
-        memoryview(value)  # type: ignore[arg-type]
-    except TypeError:
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if isinstance(kind, TypeVar):  # of a handle: it has what the bound has
+        return all(hasattr(value, name) for name in vars(kind.__bound__ or object) if not name.startswith("_"))
+    if kind in (Union, UnionType):
+        return any(_fits(value, each) for each in inner)
+    if kind is Sequence:
+        is_list = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str | bytes | bytearray)
+        return is_list and all(_fits(each, inner[0]) for each in value)
+    if kind is Mapping:
+        is_mapping = isinstance(value, Mapping)
+        return is_mapping and all(_fits(key, inner[0]) and _fits(each, inner[1]) for key, each in value.items())
+    if kind is memoryview:  # anything with contiguous bytes
+        with suppress(TypeError):
+            return memoryview(value) is not None
         return False
-    return True
+    if kind is str:
+        return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
+    kind = NUMBERS.get(kind, kind)
+    return not inspect.isclass(kind) or getattr(kind, "_is_protocol", False) or isinstance(value, kind)
 
 
-def _numbers(value: object, hint: Any) -> Iterator[int]:
-    """Whole numbers of an argument that is a count or a list of counts."""
-    wanted = [hint, *get_args(hint)]
-    if int in wanted and isinstance(value, Integral):
-        yield int(value)
-    elif Sequence[int] in wanted and _is_list(value):
-        yield from (int(each) for each in cast("Sequence[int]", value))
-
-
-def _described(hint: Any) -> str:
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
+def _described(hint: Any, number: int = 0) -> str:
+    """Words for what an argument takes; ``number`` 1: in the plural."""
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, UnionType):
         return " or ".join(_described(each) for each in inner)
-    if origin is Sequence:
-        return f"a list of {_plural(inner[0])}"
-    if origin is Mapping:
-        return f"a mapping of {_plural(inner[0])} to {_plural(inner[1])}"
-    return {int: "a whole number", float: "a number", str: "text", NoneType: "None"}.get(hint) or _plain(hint)
-
-
-def _plural(hint: Any) -> str:
-    return {int: "whole numbers", str: "texts"}.get(hint) or _described(hint)
+    if kind is Sequence:
+        return f"a list of {_described(inner[0], 1)}"
+    if kind is Mapping:
+        return f"a mapping of {_described(inner[0], 1)} to {_described(inner[1], 1)}"
+    return WORDS[kind][number] if kind in WORDS else str(getattr(kind, "__name__", kind))
 
 
 def _name(call: Callable[..., object]) -> str:
     """Name by which callers know a call: that of the class for its constructor."""
     *_, owner, name = f".{call.__qualname__}".split(".")
     return owner if name == "__init__" else name.lstrip("_")
-
-
-def _plain(hint: Any) -> str:
-    return str(getattr(get_origin(hint) or hint, "__name__", hint))
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    short = text if len(text) <= SHOWN_LETTERS else text[:SHOWN_LETTERS] + "..."
-    return f"{short} ({type(value).__name__})"
 
 
 class Retention(Enum):

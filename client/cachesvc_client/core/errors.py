@@ -40,14 +40,15 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import DecodeError
-from kvcache.v1.cache_pb2 import ErrorFact, OperationError
+from kvcache.v1.cache_pb2 import OperationError
 
 from cachesvc.model.errors import (
     BY_CODE,
@@ -164,23 +165,7 @@ class DaemonFault(CacheError):
 _BY_STATUS = {status: code for code, status in GRPC_CODES.items()}
 
 
-class OperationFailure(Protocol):
-    """Error of one operation of a step (``kvcache.v1.OperationError``)."""
-
-    @property
-    def code(self) -> str:
-        """Value of an ErrorCode."""
-
-    @property
-    def message(self) -> str:
-        """Cause and remedy."""
-
-    @property
-    def facts(self) -> Iterable[ErrorFact]:
-        """Numbers and names of the failure."""
-
-
-def error_of(failure: grpc.RpcError | OperationFailure) -> CacheClientError:
+def error_of(failure: grpc.RpcError | OperationError) -> CacheClientError:
     """The typed error for a failed call (sync or aio) or a failed operation of a step."""
     if isinstance(failure, grpc.RpcError):
         return _error_of_call(failure)
@@ -191,12 +176,19 @@ def error_of(failure: grpc.RpcError | OperationFailure) -> CacheClientError:
 
 def is_refusal(failure: grpc.RpcError) -> bool:
     """True when the daemon itself gave the failure, not the way to it."""
-    return bool(_named_code(failure))
+    return bool(_trailing(failure).get(ERROR_METADATA_KEY))
 
 
 def _error_of_call(failure: grpc.RpcError) -> CacheClientError:
-    status, details = _status(failure), _details(failure)
-    named = _named(_named_code(failure), details, _facts(failure))
+    is_call = isinstance(failure, grpc.Call | grpc.aio.AioRpcError)
+    status, details = (failure.code(), failure.details() or "") if is_call else (None, str(failure))
+    trailing = _trailing(failure)
+    code, packed = trailing.get(ERROR_METADATA_KEY, ""), trailing.get(ERROR_FACTS_METADATA_KEY)
+    facts: Mapping[str, int | str] = {}
+    if isinstance(packed, bytes):
+        with suppress(DecodeError):  # the code and the sentence are there
+            facts = facts_of(OperationError.FromString(packed).facts)
+    named = _named(code.decode() if isinstance(code, bytes) else code, details, facts)
     if named is not None:
         return named
     if status is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -221,37 +213,9 @@ def _named(code: str, message: str, facts: Mapping[str, int | str]) -> CacheClie
     return kind.from_message(message, facts)
 
 
-def _status(failure: grpc.RpcError) -> grpc.StatusCode | None:
-    if isinstance(failure, grpc.Call | grpc.aio.AioRpcError):
-        return failure.code()
-    return None
-
-
-def _details(failure: grpc.RpcError) -> str:
-    if isinstance(failure, grpc.Call | grpc.aio.AioRpcError):
-        return failure.details() or ""
-    return str(failure)
-
-
-def _named_code(failure: grpc.RpcError) -> str:
-    value = _trailing(failure, ERROR_METADATA_KEY)
-    return value.decode() if isinstance(value, bytes) else value
-
-
-def _facts(failure: grpc.RpcError) -> Mapping[str, int | str]:
-    value = _trailing(failure, ERROR_FACTS_METADATA_KEY)
-    try:
-        return facts_of(OperationError.FromString(value).facts) if isinstance(value, bytes) else {}
-    except DecodeError:  # the code and the sentence are there
-        return {}
-
-
-def _trailing(failure: grpc.RpcError, wanted: str) -> str | bytes:
-    if isinstance(failure, grpc.Call | grpc.aio.AioRpcError):
-        for key, value in failure.trailing_metadata() or ():
-            if key == wanted:
-                return value
-    return ""
+def _trailing(failure: grpc.RpcError) -> Mapping[str, str | bytes]:
+    metadata: Any = isinstance(failure, grpc.Call | grpc.aio.AioRpcError) and failure.trailing_metadata()
+    return dict(metadata or ())
 
 
 # Handles belong to the process that made them: a child that was forked from it shares its sockets, and must neither

@@ -62,7 +62,7 @@ class ExtraKey:
     def of_prompt(cls, kind: str, digest: bytes) -> ExtraKey:
         """Extra key of a whole prompt and all that is computed after it, such as a LoRA adapter.
 
-        Unlike a tenant's salt it needs no pool of its own: blocks of all adapters share the model's.
+        Unlike a tenant's salt it needs no separate pool: blocks of all adapters share the model's.
         """
         return cls(0, PROMPT_END, digest, kind)
 
@@ -167,7 +167,7 @@ class BlockHasher:
 
     def tail_key(self) -> bytes:
         """Key of the last block, which is not full, with its length: no full block has it, and no tail of another
-        length. Under it a prefill hands that block over; the decoding engine copies it to a page of its own, because
+        length. Under it a prefill hands that block over; the decoding engine copies it to a private page, because
         its rest will be written. Empty where all blocks are full."""
         if not len(self._tail):
             return b""

@@ -1,4 +1,4 @@
-"""State of one lease in a client: its name, its ids, its stock, its pools, and whether it still lives. No I/O."""
+"""One lease in a client: its name, its ids, its stock, its pools, whether it still lives, and the calls under it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
-from kvcache.v1 import lease_pb2
+from kvcache.v1 import cache_pb2, lease_pb2
 
 from cachesvc.model.answers import NO_POSITIONS, Positions, Prefetched, TicketView
 from cachesvc_client.core.errors import (
@@ -35,10 +35,11 @@ from cachesvc_client.core.errors import (
 from cachesvc_client.core.keys import PackedKeys, as_bytes
 from cachesvc_client.memory.pool import AttachedPool
 from cachesvc_client.records.entries import Stock, UntoldGrowth
-from cachesvc_client.records.sequence_record import Launches, SequenceRecord
+from cachesvc_client.records.sequence_record import Launches, Operation, SequenceRecord, no_action
+from cachesvc_client.wire.connection import Connection
 from cachesvc_client.wire.life import GONE
-from cachesvc_client.wire.messages import build_prefetch, parse_prefetch
-from cachesvc_client.wire.methods import PREFETCH, Operation, no_action
+from cachesvc_client.wire.messages import build_recycle, parse_recycle, parse_tickets
+from cachesvc_client.wire.methods import CLOSE, PREFETCH, RECYCLE, WAIT_TICKETS
 
 BEATS_WITHIN_SILENCE = 3
 """A beat may be late or lost twice before the daemon takes the engine for silent."""
@@ -56,6 +57,7 @@ ANSWER_MARGIN_S = 1.0
 LATER = (DeadlineExceeded, LimitExceeded, QuotaExceeded, Unauthenticated)
 """Errors of a release that must be tried again: the daemon may still hold the sequence."""
 
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -74,25 +76,25 @@ class LeaseRecord:
     ``clock_seconds``: what new sequences say of the time in a trace that is replayed.
     ``ending``: sequences that were released while launches used them, each of which goes once those are complete; and
     those whose release a step was refused. ``pools``: those that it attached in this process. ``has_columns``: the
-    daemon takes steps by columns. ``daemon_lost`` is set once the daemon has gone. ``tenure``: until when it surely
-    lives.
+    daemon takes steps by columns. ``tenure``: until when it surely lives. ``flush``: sends growth from stock now, while
+    a step stream is open.
     """
 
     def __init__(
         self,
         opened: lease_pb2.OpenResponse,
         registration: Registration,
-        daemon_lost: threading.Event,
-        process_token: bytes = b"",
+        connection: Connection,
         asked_s: float = -math.inf,
     ) -> None:
         """``asked_s``: monotonic, when the daemon was asked for it."""
         self.maker = Maker()
+        self.connection = connection
         self.id = opened.lease_id
         self.instance = opened.instance_id
         self.joined = opened.joined
         self.first_id = opened.first_id
-        self.process_token = process_token
+        self.process_token = connection.life.process_token
         self.epoch = opened.epoch
         self.has_columns = opened.step_columns
         self.blocks_per_sequence = opened.blocks_per_sequence
@@ -100,6 +102,7 @@ class LeaseRecord:
         self.silence_limit_s = opened.silence_limit_ms / 1000
         self.registration = registration
         self.stock: Stock | None = None
+        self.flush: Callable[[], object] | None = None
         self.growing = UntoldGrowth(registration.layout)
         self.answered_step = 0
         self.orphans: list[SequenceRecord] = []
@@ -112,7 +115,7 @@ class LeaseRecord:
         self._was_sure = False
         self.pools: list[AttachedPool] = []
         self.clock_seconds: float | None = None
-        self._daemon_lost = daemon_lost
+        self._daemon_lost = connection.lost
         self._callbacks: list[Callable[[CacheClientError], None]] = []
         self._pause_ms = 0
         self._request_ids = itertools.count(self.first_id + 1)
@@ -199,11 +202,113 @@ class LeaseRecord:
     def next_request_id(self) -> int:
         return next(self._request_ids)  # in one step, of whichever thread
 
-    def address(self, operation: Operation[Any]) -> None:
-        """Put the lease and a fresh request_id into a request that is to be sent by itself."""
-        self.check()
+    def run(self, operation: Operation[T]) -> T:
+        """Send an operation under a fresh request_id and take in its answer."""
+        try:
+            self.check()
+        except CacheClientError as error:
+            operation.end_with(error)
+            raise
         operation.request.lease_id = self.id
-        operation.request.request_id = self.next_request_id()
+        operation.request.request_id = next(self._request_ids)
+        return self._send(operation)
+
+    def settle(self, sequence: SequenceRecord) -> None:
+        """Ask again for an answer that never came, under its own request_id."""
+        operation = sequence.unanswered
+        if operation is None:
+            return
+        sequence.unanswered = None
+        try:
+            self._send(operation)
+        except (DeadlineExceeded, DaemonUnavailable, LeaseLost):
+            raise
+        except CacheClientError as refusal:  # it was refused: nothing happened, and its caller has moved on
+            log.debug("unanswered_was_refused sequence=%s why=%s", sequence.id, refusal)
+
+    def _send(self, operation: Operation[T]) -> T:
+        connection = self.connection
+        try:
+            limit_s = connection.timeouts.call_s + operation.waits_s
+            answer: Any = connection.ask(operation.method, operation.request, limit_s)
+        except CacheClientError as error:
+            operation.end_with(error)
+            is_gone = isinstance(error, DaemonUnavailable) and connection.lost.is_set()
+            if is_gone or isinstance(error, LeaseLost):
+                self.lose(error)
+            raise
+        except KeyboardInterrupt:  # the call may have been carried out: the next one asks
+            if operation.owner is not None:
+                operation.owner.unanswered = operation
+            raise
+        return operation.apply(answer)
+
+    def wait_tickets(self, tickets: Sequence[int], timeout_s: float | None) -> tuple[TicketView, ...]:
+        """Wait until all transfers have ended. Raises DeadlineExceeded, NotFound."""
+        limit_s = self.connection.timeouts.wait_s if timeout_s is None else timeout_s
+        deadline_s = time.monotonic() + limit_s
+        while True:
+            self.check()
+            slice_s = min(max(deadline_s - time.monotonic(), 0), LONGEST_WAIT_S)
+            request = cache_pb2.WaitTicketsRequest(lease_id=self.id, tickets=tickets, wait_ms=int(slice_s * 1000))
+            views = parse_tickets(self.connection.ask(WAIT_TICKETS, request, slice_s + ANSWER_MARGIN_S).tickets)
+            running = [view.id for view in views if view.state == "running"]
+            if not running:
+                return views
+            if time.monotonic() >= deadline_s:
+                raise DeadlineExceeded(f"tickets {running} still run after {limit_s:g} s", was_answered=True)
+
+    def release_abandoned(self) -> None:
+        """Release abandoned sequences, and those whose Match or Release got no answer: they may hold pins. Without a
+        step stream, also those whose launches are complete."""
+        if self.stock is None:
+            ended = self.take_ended()
+            with self._lock:
+                self.orphans += ended
+        while True:
+            with self._lock:
+                if not self.orphans:
+                    return
+                sequence = self.orphans.pop()
+            try:
+                self.settle(sequence)
+                if not sequence.is_released:
+                    self.run(sequence.release())
+            except NotFound as gone:  # nothing is held, which is what was wanted
+                log.debug("release_needless lease=%s why=%s", self.id, gone)
+            except BaseException:
+                self.orphans.append(sequence)
+                raise
+            self.end(sequence)
+
+    def end_stream(self) -> None:
+        """The step stream was closed: its stock goes back."""
+        stock, self.stock, self.flush = self.stock, None, None
+        pages = stock.drain() if stock is not None else ()
+        if not pages:
+            return
+        try:
+            self.run(Operation(RECYCLE, build_recycle(0, 0, pages), parse_recycle, no_action))
+        except CacheClientError as error:  # the stock goes back with the lease
+            log.debug("stock_not_returned lease=%s why=%s", self.id, error)
+
+    def close(self, *, quiesced: bool, for_all: bool = False) -> None:
+        """End the lease at the daemon, of an instance for this process unless ``for_all``; an end that cannot be sent
+        now waits for the next connection."""
+        leaver = self.process_token if self.instance and not for_all else b""
+        request = lease_pb2.CloseRequest(lease_id=self.id, quiesced=quiesced, process_token=leaver)
+        try:
+            self.connection.insist(CLOSE, request, self.connection.timeouts.close_s)
+        except (LeaseLost, NotFound) as over:
+            log.debug("close_needless lease=%s why=%s", self.id, over)
+        except (AlreadyClosed, DaemonUnavailable, DeadlineExceeded, Unauthenticated) as gone:
+            log.debug("close_unreported lease=%s why=%s", self.id, gone)
+            self.connection.unreported.append(request)
+
+    def move(self, connection: Connection) -> None:
+        """Move a lost lease to ``connection``, over which its end will be reported: the same daemon was found again."""
+        self.lose(self.connection.gone())
+        self.connection = connection
 
     def new_sequence(self, sequence_id: int | None) -> SequenceRecord:
         """A sequence under the caller's id (positive; ``first_id`` is added), or under the next one that is free."""
@@ -247,10 +352,6 @@ class LeaseRecord:
         with self._lock:
             self._used_ids.discard(sequence.id)
 
-    def is_quiesced(self, quiesced: bool | None) -> bool:
-        """The caller's word that no kernel uses the pool any more, or for None what the launches say."""
-        return not self.launches.are_under_way if quiesced is None else quiesced
-
     @property
     def has_ended(self) -> bool:
         """True when a release that had to wait for a launch can go."""
@@ -278,21 +379,15 @@ class LeaseRecord:
             self.orphans += [each for each in ended if each.unanswered is not None or each.is_released]
         return [each for each in ended if each.unanswered is None and not each.is_released]
 
-    def take_orphan(self, *, and_ended: bool) -> SequenceRecord | None:
-        """Take one of the orphans; ``and_ended``: or of the sequences of ``take_ended``."""
-        ended = self.take_ended() if and_ended else []
-        with self._lock:
-            self.orphans += ended
-            return self.orphans.pop() if self.orphans else None
-
     def prefetch(self, keys: PackedKeys) -> Operation[Prefetched]:
         self.check()
-        return Operation(PREFETCH, build_prefetch(as_bytes(keys)), parse_prefetch, no_action)
-
-
-def list_running(tickets: Iterable[TicketView]) -> list[int]:
-    """Ids of the transfers that have not ended."""
-    return [ticket.id for ticket in tickets if ticket.state == "running"]
+        request = cache_pb2.PrefetchRequest(keys=as_bytes(keys))
+        return Operation(
+            PREFETCH,
+            request,
+            lambda answer: Prefetched(answer.device_blocks, parse_tickets(answer.tickets)),
+            no_action,
+        )
 
 
 # Time until which a lease surely lives, as a process knows it without asking.

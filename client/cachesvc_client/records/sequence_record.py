@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from itertools import groupby
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,12 +28,14 @@ from cachesvc.model.answers import (
 )
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import KEY_BYTES, NO_PAGE
+from cachesvc.wire.convert import cells_from_proto, cells_to_proto, expected_to_proto, positions_to_proto
 from cachesvc_client.core.arguments import Retention
 from cachesvc_client.core.errors import (
     AlreadyClosed,
     CacheClientError,
     Conflict,
     DaemonUnavailable,
+    DeadlineExceeded,
     InvalidRequest,
     LeaseLost,
     LoadFailed,
@@ -42,54 +44,8 @@ from cachesvc_client.core.errors import (
 )
 from cachesvc_client.core.keys import PackedKeys, as_bytes, packed
 from cachesvc_client.memory.pool import AttachedPool, LoadOutcome
-from cachesvc_client.wire.messages import (
-    SWAP_IN,
-    SWAP_OUT,
-    build_allocate,
-    build_match,
-    build_publish,
-    build_recycle,
-    build_release,
-    build_swap,
-    parse_allocate,
-    parse_match,
-    parse_publish,
-    parse_recycle,
-    parse_swap,
-)
-from cachesvc_client.wire.methods import ALLOCATE, MATCH, PUBLISH, RECYCLE, RELEASE, SWAP, Method, Operation, no_action
-
-NOTHING = range(0)
-
-
-def lost_tokens(record: SequenceRecord, pools: Iterable[AttachedPool], is_lost: bool) -> range:
-    """Positions of the tokens whose loads failed, or had not ended for all that is known when the lease was lost
-    (``is_lost``). Which blocks a ticket brings is not known, because others' loads are joined: one that is lost loses
-    all that the sequence loaded. What was swapped out then will never be loaded."""
-    known = tuple(pools)
-    if is_lost and record.is_swapped_out:
-        return range(record.blocks * record.layout.block_tokens)
-    if not record.has_failed_load and not any(_is_lost(record, ticket, known, is_lost) for ticket in record.tickets):
-        return NOTHING
-    block_tokens = record.layout.block_tokens
-    return range(record.loading.start * block_tokens, record.loading.stop * block_tokens)
-
-
-def _is_lost(record: SequenceRecord, ticket: TicketView, pools: tuple[AttachedPool, ...], is_lost: bool) -> bool:
-    if ticket.state != "running":
-        return ticket.state == "failed"
-    came: set[int] = set()
-    for pool in pools if ticket.slot is not None else ():
-        try:
-            outcome = pool.outcome(ticket)
-        except AlreadyClosed:  # it knows nothing any more
-            continue
-        if outcome in (LoadOutcome.FAILED, LoadOutcome.LOST):
-            return True
-        if outcome is LoadOutcome.CAME:
-            came.add(pool.rank)
-    return is_lost and len(came) < record.layout.ranks
-
+from cachesvc_client.wire.messages import build_recycle, parse_publish, parse_recycle, parse_tickets
+from cachesvc_client.wire.methods import ALLOCATE, MATCH, PUBLISH, RECYCLE, RELEASE, SWAP, Method
 
 Pages = npt.NDArray[np.int32]
 States = Mapping[int, Mapping[int, int]]
@@ -162,32 +118,6 @@ def append_each(tables: Iterable[BlockTable], positions: Iterable[int], pages: I
         table.blocks = at + 1
 
 
-def named_states(states: States) -> list[GroupCells]:
-    """Cells of the states to publish, one each."""
-    return [GroupCells(group, position, (page,)) for group, mine in states.items() for position, page in mine.items()]
-
-
-def put_states(
-    tables: Sequence[BlockTable], cursors: Mapping[int, int], named: Sequence[GroupCells], kept: Sequence[GroupCells]
-) -> None:
-    """Put states that were sealed where they are in the tables now; those ``kept`` stay where they are. ``cursors``: by
-    group, the first block that was not given back."""
-    own = {(cells.group, page) for cells in kept for page in cells.pages}
-    for group, position, pages, _ in named:
-        if (group, pages[0]) not in own:
-            tables[group].forget(pages)
-            if position >= cursors.get(group, 0):
-                tables[group].put_at((position,), pages)
-
-
-def dead_blocks(layout: Layout, dead: Mapping[int, int]) -> tuple[int, ...]:
-    """The first block that is needed still in each windowed group, 0 where ``dead`` does not say; none at all where it
-    is empty. Raises InvalidRequest for a group without a window."""
-    if unknown := dead.keys() - set(layout.window_groups):
-        raise InvalidRequest(f"group {min(unknown)} has no window: its blocks are never dead")
-    return tuple([dead.get(group, 0) for group in layout.window_groups]) if dead else ()
-
-
 def growth_positions(layout: Layout, positions: Positions) -> Positions:
     """Positions that get a page of the stock, with none for states that are not named. Raises InvalidRequest."""
     if not positions and not layout.state_groups:
@@ -197,15 +127,37 @@ def growth_positions(layout: Layout, positions: Positions) -> Positions:
     return {**dict.fromkeys(layout.state_groups, ()), **positions}
 
 
-def as_cells(pages: list[tuple[int, int]]) -> list[GroupCells]:
-    """Cells of ``(group, page)`` pairs, those of a group together."""
-    return [
-        GroupCells(group, 0, tuple(page for _, page in mine))
-        for group, mine in groupby(sorted(pages), key=lambda pair: pair[0])
-    ]
-
-
 T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Operation(Generic[T]):
+    """One request of a lease and what becomes of its answer: by itself or in a Step.
+
+    ``request`` gets its lease_id and request_id when it is sent. ``apply`` takes the answer into the record of the
+    sequence and returns what the caller sees; ``fail`` puts the record right after a refusal. One of the two is called,
+    once. ``owner``: the sequence that it is for, if any. ``waits_s``: how long the daemon may wait before it answers,
+    beside the time limit of the call, seconds.
+    """
+
+    method: Method[Any, Any]
+    request: Any
+    apply: Callable[[Any], T]
+    fail: Callable[[CacheClientError], None]
+    owner: SequenceRecord | None = None
+    waits_s: float = 0.0
+
+    def end_with(self, error: CacheClientError) -> None:
+        """Note a failure. After a lost answer the owner keeps the operation, to ask again under the same id."""
+        is_open = isinstance(error, DeadlineExceeded) and not error.was_answered
+        if is_open and self.owner is not None:
+            self.owner.unanswered = self
+        else:
+            self.fail(error)
+
+
+def no_action(_: CacheClientError) -> None:
+    """No-op where a failure leaves nothing to put right."""
 
 
 class SequenceRecord:
@@ -254,17 +206,36 @@ class SequenceRecord:
         self, keys: PackedKeys, max_blocks: int, waited_seconds: float = 0, expected: Expected | None = None
     ) -> Operation[SequenceRecord]:
         """Match: the sequence begins with the longest hit."""
-        told = as_bytes(keys)
+        sent = as_bytes(keys)
 
         def apply(response: cache_pb2.MatchResponse) -> SequenceRecord:
-            self.matched = parse_match(response)
+            self.matched = Matched(
+                response.device_blocks,
+                response.host_blocks,
+                response.computing_blocks,
+                cells_from_proto(response.tables),
+                response.storage_blocks,
+                response.full_blocks,
+                response.coming_blocks,
+            )
             self.sealed_blocks = self.asked_blocks = self.matched.device_blocks
-            self.known_keys = len(told) // KEY_BYTES
+            self.known_keys = len(sent) // KEY_BYTES
             self._put(self.matched.tables)
             return self
 
-        asked = build_match(self.id, told, max_blocks, waited_seconds, self.clock_seconds, expected, self.retention)
-        operation = self._operation(MATCH, asked, apply, self._end)
+        def fail(_: CacheClientError) -> None:
+            self.is_released = True
+
+        request = cache_pb2.MatchRequest(
+            sequence_id=self.id,
+            keys=sent,
+            max_blocks=max_blocks,
+            waited_ms=min(max(0, round(waited_seconds * 1000)), 0xFFFFFFFF),
+            clock_seconds=self.clock_seconds,
+            retention=self.retention.number,
+            expected=None if expected is None else expected_to_proto(expected),
+        )
+        operation = self._operation(MATCH, request, apply, fail)
         if expected is not None and expected.waits:
             operation.waits_s = LONGEST_EXPECTED_WAIT_SECONDS
         return operation
@@ -274,11 +245,15 @@ class SequenceRecord:
     ) -> Operation[Allocated]:
         """Make the tables ``blocks`` long. ``positions``: by windowed group, the new blocks that get a page."""
         self.require_usable()
-
+        request = cache_pb2.AllocateRequest(
+            sequence_id=self.id, blocks=blocks, short_suffix=short_suffix, positions=positions_to_proto(positions)
+        )
         self.allocations += 1
 
         def apply(response: cache_pb2.AllocateResponse) -> Allocated:
-            answer = parse_allocate(response)
+            answer = Allocated(
+                cells_from_proto(response.tables), parse_tickets(response.tickets), response.loading_blocks
+            )
             self.tickets += answer.tickets
             self._put(answer.tables)
             hit = self.matched.device_blocks + self.matched.host_blocks
@@ -292,7 +267,7 @@ class SequenceRecord:
         def fail(_: CacheClientError) -> None:
             self.allocations -= 1
 
-        return self._operation(ALLOCATE, build_allocate(self.id, blocks, short_suffix, positions), apply, fail)
+        return self._operation(ALLOCATE, request, apply, fail)
 
     def publish(
         self,
@@ -309,14 +284,25 @@ class SequenceRecord:
         first, wanted = self.begin_publish(upto_blocks, keys, first_key, self.asked_blocks if after is None else after)
         if after is None:
             self.asked_blocks = upto_blocks
-        named = named_states(states)
+        named = [GroupCells(group, at, (page,)) for group, mine in states.items() for at, page in mine.items()]
 
         def apply(response: cache_pb2.PublishResponse) -> Published:
             answer = self.published(upto_blocks, parse_publish(response))
-            put_states(self.tables, self._cursors, named, answer.kept)
+            own = {(cells.group, page) for cells in answer.kept for page in cells.pages}
+            for group, position, pages, _ in named:  # sealed states; those kept stay where they are
+                if (group, pages[0]) not in own:
+                    self.tables[group].forget(pages)
+                    if position >= self._cursors.get(group, 0):  # else its block was given back
+                        self.tables[group].put_at((position,), pages)
             return answer
 
-        request = build_publish(self.id, first, upto_blocks - first, wanted, named)
+        request = cache_pb2.PublishRequest(
+            sequence_id=self.id,
+            first_block=first,
+            blocks=upto_blocks - first,
+            keys=wanted,
+            states=cells_to_proto(named),
+        )
         return self._operation(PUBLISH, request, apply, self.refuse_publish)
 
     def begin_publish(self, upto_blocks: int, keys: PackedKeys, first_key: int, first: int) -> tuple[int, bytes]:
@@ -346,7 +332,9 @@ class SequenceRecord:
         """The answer to what was asked for up to ``upto_blocks``."""
         note_sealed((self,), (upto_blocks,), (answer.sealed_blocks,))
         if answer.duplicate_positions:
-            self._take_sealed(answer)
+            for cells in answer.duplicates:
+                self.tables[cells.group].put_at(answer.duplicate_positions, cells.pages)
+            self.give_backs.add_spares((cells.group, page) for cells in answer.spares for page in cells.pages)
         return answer
 
     def refuse_publish(self, error: CacheClientError) -> None:
@@ -362,9 +350,14 @@ class SequenceRecord:
 
     def due(self, computed_tokens: int, launch: int | None, dead: Mapping[int, int] = NO_DEAD) -> Due:
         """Pages and windows to give back now that ``computed_tokens`` are computed. ``dead``: by windowed group, the
-        first block that is needed still, where the engine knows better."""
+        first block that is needed still, where the engine knows better. Raises InvalidRequest (no such launch; no
+        such window)."""
         self.require_usable()
-        self.give_backs.hold_windows(computed_tokens, launch, dead_blocks(self.layout, dead))
+        windows = self.layout.window_groups
+        if unknown := dead.keys() - set(windows):
+            raise InvalidRequest(f"group {min(unknown)} has no window: its blocks are never dead")
+        dead_blocks = tuple([dead.get(group, 0) for group in windows]) if dead else ()
+        self.give_backs.hold_windows(computed_tokens, launch, dead_blocks)
         return self.give_backs.take_due()
 
     def drop_pages(self, group: int, pages: Sequence[int]) -> None:
@@ -387,7 +380,11 @@ class SequenceRecord:
         def fail(_: CacheClientError) -> None:
             self.give_backs.put_back(due.pages)
 
-        request = build_recycle(self.id, due.computed_tokens, as_cells(due.pages), due.dead_blocks)
+        pages: dict[int, list[int]] = {}
+        for group, page in sorted(due.pages):
+            pages.setdefault(group, []).append(page)
+        cells = [GroupCells(group, 0, tuple(mine)) for group, mine in pages.items()]
+        request = build_recycle(self.id, due.computed_tokens, cells, due.dead_blocks)
         return self._operation(RECYCLE, request, apply, fail)
 
     def swap_out(self, launch: int | None = None) -> Operation[Swapped]:
@@ -400,7 +397,7 @@ class SequenceRecord:
             )
 
         def apply(response: cache_pb2.SwapResponse) -> Swapped:
-            answer = parse_swap(response)
+            answer = Swapped(parse_tickets(response.tickets), cells_from_proto(response.tables))
             self.is_swapped_out = True
             self.give_backs.forget()  # the daemon has freed them
             self.tickets = ()  # the daemon swaps out only what has been loaded
@@ -408,13 +405,14 @@ class SequenceRecord:
             self.swap_failure = None
             return answer
 
-        return self._operation(SWAP, build_swap(self.id, SWAP_OUT), apply)
+        request = cache_pb2.SwapRequest(sequence_id=self.id, direction=cache_pb2.SWAP_DIRECTION_OUT)
+        return self._operation(SWAP, request, apply)
 
     def swap_in(self, *, short_suffix: bool = False) -> Operation[Swapped]:
         self.require_usable()
 
         def apply(response: cache_pb2.SwapResponse) -> Swapped:
-            answer = parse_swap(response)
+            answer = Swapped(parse_tickets(response.tickets), cells_from_proto(response.tables))
             self.swap_failure = None
             self.tickets = self.swap_tickets = answer.tickets
             self._put(answer.tables)
@@ -422,24 +420,29 @@ class SequenceRecord:
             self.is_swapped_out = False  # last: until then a wait in another thread has no tickets to wait for
             return answer
 
-        return self._operation(SWAP, build_swap(self.id, SWAP_IN, short_suffix=short_suffix), apply)
+        request = cache_pb2.SwapRequest(
+            sequence_id=self.id, direction=cache_pb2.SWAP_DIRECTION_IN, short_suffix=short_suffix
+        )
+        return self._operation(SWAP, request, apply)
 
     def release(self) -> Operation[int]:
         self.maker.check()
         if self.is_released:
             raise AlreadyClosed(f"sequence {self.id} was released before")
-        request = build_release(self.id, self.output_tokens, self.clock_seconds)
+        request = cache_pb2.ReleaseRequest(
+            sequence_id=self.id, output_tokens=self.output_tokens, clock_seconds=self.clock_seconds
+        )
         return self._operation(RELEASE, request, lambda each: self.released(each.freed_pages), self.refuse_release)
 
     def released(self, freed_pages: int) -> int:
-        self._end()
+        self.is_released = True
         self.freed_pages = freed_pages
         return freed_pages
 
     def refuse_release(self, error: CacheClientError) -> None:
         """The daemon has not ended it, or it had ended before."""
         self.is_released = isinstance(error, NotFound | LeaseLost | DaemonUnavailable | AlreadyClosed)
-        if self.stranded and self.failure is None:  # the tables name pages that the daemon was not told of
+        if self.stranded and self.failure is None:  # the tables name pages that the daemon does not know of
             self.failure = error
 
     def end_later(self, launch: int | None, output_tokens: int | None = None) -> bool:
@@ -522,6 +525,32 @@ class SequenceRecord:
         if self.swap_failure is not None:
             raise self._named(copy(self.swap_failure))
 
+    def lost_tokens(self, pools: Iterable[AttachedPool], is_lost: bool) -> range:
+        """Positions of the tokens whose loads failed, or had not ended for all that is known when the lease was lost
+        (``is_lost``). Which blocks a ticket brings is not known, because others' loads are joined: one that is lost
+        loses all that the sequence loaded. What was swapped out then will never be loaded."""
+        block_tokens, known = self.layout.block_tokens, tuple(pools)
+        if is_lost and self.is_swapped_out:
+            return range(self.blocks * block_tokens)
+        if not self.has_failed_load and not any(self._is_lost(ticket, known, is_lost) for ticket in self.tickets):
+            return range(0)
+        return range(self.loading.start * block_tokens, self.loading.stop * block_tokens)
+
+    def _is_lost(self, ticket: TicketView, pools: tuple[AttachedPool, ...], is_lost: bool) -> bool:
+        if ticket.state != "running":
+            return ticket.state == "failed"
+        came: set[int] = set()
+        for pool in pools if ticket.slot is not None else ():
+            try:
+                outcome = pool.outcome(ticket)
+            except AlreadyClosed:  # it knows nothing any more
+                continue
+            if outcome in (LoadOutcome.FAILED, LoadOutcome.LOST):
+                return True
+            if outcome is LoadOutcome.CAME:
+                came.add(pool.rank)
+        return is_lost and len(came) < self.layout.ranks
+
     def require_usable(self) -> None:
         """Raises what keeps the sequence from being used, with its ``sequence_id``."""
         self.maker.check()
@@ -546,9 +575,6 @@ class SequenceRecord:
         error.sequence_id = self.id
         return error
 
-    def _end(self, _: CacheClientError | None = None) -> None:
-        self.is_released = True
-
     def _operation(
         self,
         method: Method[Any, Any],
@@ -565,11 +591,6 @@ class SequenceRecord:
     def _put(self, tables: tuple[GroupCells, ...]) -> None:
         for cells in tables:
             self.tables[cells.group].put(cells.first_block, cells.pages)
-
-    def _take_sealed(self, answer: Published) -> None:
-        for cells in answer.duplicates:
-            self.tables[cells.group].put_at(answer.duplicate_positions, cells.pages)
-        self.give_backs.add_spares((cells.group, page) for cells in answer.spares for page in cells.pages)
 
 
 def note_sealed(records: Iterable[SequenceRecord], uptos: Iterable[int], sealed: Iterable[int]) -> None:

@@ -35,11 +35,10 @@ from cachesvc_client.records.entries import (
     operation_error,
 )
 from cachesvc_client.records.lease_record import LeaseRecord
-from cachesvc_client.records.sequence_record import NO_DEAD, NO_STATES, Due, SequenceRecord, States
+from cachesvc_client.records.sequence_record import NO_DEAD, NO_STATES, Due, Operation, SequenceRecord, States
 from cachesvc_client.wire.messages import build_recycle, parse_recycle
 from cachesvc_client.wire.methods import RECYCLE as RECYCLE_CALL
 from cachesvc_client.wire.methods import RELEASE as RELEASE_CALL
-from cachesvc_client.wire.methods import Operation
 
 STEPS_UNDER_WAY = 16
 """Steps that may be sent before the first is collected: an engine runs one or two ahead."""

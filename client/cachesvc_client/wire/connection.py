@@ -1,5 +1,5 @@
-"""One life of the daemon as this process sees it: channels for calls, and the life connection that says when it
-ends.
+"""One life of the daemon as this process sees it: calls by gRPC and by a lane, and the life connection that says when
+it ends.
 
 A connection never comes back. Reconnecting makes a new one, and everything made under the old one stays lost.
 """
@@ -7,15 +7,18 @@ A connection never comes back. Reconnecting makes a new one, and everything made
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import grpc
-from kvcache.v1 import event_pb2, lease_pb2
+from kvcache.v1 import lease_pb2
 
+from cachesvc.wire.lane import METHODS
 from cachesvc_client.core.errors import (
     AlreadyClosed,
     CacheClientError,
@@ -27,13 +30,12 @@ from cachesvc_client.core.errors import (
     error_of,
     is_refusal,
 )
-from cachesvc_client.wire.credentials import Credentials, Metadata, Proof
+from cachesvc_client.wire.credentials import Credentials, Metadata, Proof, has_token
 from cachesvc_client.wire.life import GONE, LifeConnection, may_show, require_daemon
-from cachesvc_client.wire.methods import Method, Q, R
+from cachesvc_client.wire.methods import STEP, Method, Q, R
 from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts, Transport
-from cachesvc_client.wire.transports import BlockingLine, Channels, StepLine
+from cachesvc_client.wire.transports import BlockingLane, BlockingLine, ChannelMaker, LaneSteps, StepLine
 
-NO_CREDENTIALS = Credentials()
 INSIST_PAUSE_S = 0.1
 """A rate's bucket has another token by then, and a daemon at its limit of calls has ended some."""
 LANE_PAUSE_S = 1.0
@@ -42,86 +44,55 @@ LANE_PAUSE_S = 1.0
 log = logging.getLogger(__name__)
 
 
-class Attachments:
-    """Count of the pools of a rank that this process has mapped under a lease. Safe to use from several threads.
-
-    The daemon treats the process as no writer after a Detach of the rank: so only the last pool may send one.
-    """
-
-    def __init__(self) -> None:
-        self._counts: Counter[tuple[str, int]] = Counter()
-        self._lock = threading.Lock()
-
-    def begin(self, lease_id: str, rank: int) -> None:
-        """Count a pool that is about to be attached."""
-        with self._lock:
-            self._counts[lease_id, rank] += 1
-
-    def end(self, lease_id: str, rank: int) -> bool:
-        """Note that one was unmapped, or never came; True when it was the last."""
-        with self._lock:
-            self._counts[lease_id, rank] -= 1
-            left = self._counts[lease_id, rank]
-            if not left:
-                del self._counts[lease_id, rank]
-        return not left
-
-    def has(self, lease_id: str, rank: int) -> bool:
-        with self._lock:
-            return (lease_id, rank) in self._counts
+class ChannelClosed(grpc.RpcError):
+    """A call met the end of its connection on this side."""
 
 
 class Connection:
     """Calls with a deadline and bounded retries, all of which fail at once when the daemon goes.
 
-    ``untold``: ends of leases that could not be reported any more. Where the same daemon is found again they matter: it
-    knows that this process lives, and keeps the leases' pages back for it. ``proof``: what every call proves itself by.
-    ``transport``: which way calls may go.
+    ``unreported``: ends of leases that could not be reported. Where the same daemon is found again they matter: it
+    knows that this process lives, and keeps the leases' pages back for it. ``proof``: credentials of every call.
     """
 
     def __init__(
         self,
         socket_path: str,
-        channels: Channels,
+        make_channel: ChannelMaker,
+        options: ChannelOptions,
         *,
         timeouts: Timeouts,
         retries: Retries,
         on_lost: Callable[[], None],
-        credentials: Credentials = NO_CREDENTIALS,
-        transport: Transport = Transport.AUTO,
+        credentials: Credentials,
+        transport: Transport,
     ) -> None:
         self.socket_path = socket_path
-        self.channels = channels
         self.timeouts = timeouts
         self.retries = retries
         self.life = LifeConnection(socket_path, timeouts.connect_s, self._lose)
-        self.attachments = Attachments()
-        self.untold: list[lease_pb2.CloseRequest] = []
+        self.lost = self.life.lost
+        self.unreported: list[lease_pb2.CloseRequest] = []
         self.proof = Proof(credentials)
         self.maker = Maker()
+        self._make_channel = make_channel
+        self._options = options
         self._on_lost = on_lost
         self._is_closed = False
-        self._takes_lanes = transport is Transport.AUTO
-        self._lane_proof: Metadata | None = None
-        self._lane_again_s: float | None = 0.0
-
-    @property
-    def lost(self) -> threading.Event:
-        """Set for good when the daemon went away or this side closed."""
-        return self.life.lost
-
-    @property
-    def process_token(self) -> bytes:
-        """Token by which the daemon knows this process."""
-        return self.life.process_token
+        self._channel: grpc.Channel | None = None
+        self._callables: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._lane: BlockingLane | None = None
+        self._lane_from_s = 0.0 if transport is Transport.AUTO else math.inf  # when a lane may be asked for; inf: never
+        self._attached: Counter[tuple[str, int]] = Counter()
 
     def start(self) -> None:
-        """Connect. Raises DaemonUnavailable; UntrustedDaemon before a token has been shown to anybody."""
+        """Connect. Raises DaemonUnavailable; UntrustedDaemon before a token has been sent."""
         try:
-            self.channels.connect(self.socket_path)
+            self._channel = self._make_channel(self.socket_path, self._options)
             self.life.start()
             self.proof.start(self.life.process_token)
-            if self.proof.has_token:
+            if has_token(self.proof.metadata):
                 require_daemon(self.life.path, self.life.daemon_uid)
                 may_show(self.socket_path)
             self.keep_lane()
@@ -130,25 +101,27 @@ class Connection:
             raise
 
     def ask(self, method: Method[Q, R], request: Q, timeout_s: float) -> R:
-        """Send one request, again under the same contents where the way broke. Raises CacheClientError."""
+        """Send one request, again under the same contents where the connection broke. Raises CacheClientError."""
         deadline_s = time.monotonic() + timeout_s
-        attempts: Attempts | None = None
+        pauses = self.retries.pauses()
         headers = trace_headers()
         while True:
             self.check()
-            if self.wants_lane:
-                self.keep_lane()
-            used = self.proof.metadata
-            left_s = timeout_s if attempts is None else attempts.left_s(time.monotonic())
+            lane, used = self._lane, self.proof.metadata
+            if lane is None or lane.why_broken or lane.metadata != used:
+                lane = self.keep_lane()
+            left_s = max(deadline_s - time.monotonic(), 0.001)  # gRPC takes 0 for a call that has failed already
+            shown = (*headers, *used) if headers else used
             try:
-                return self.channels.call(method, request, left_s, (*headers, *used) if headers else used)
+                if lane is not None and method.name in METHODS and lane.has_room:
+                    return lane.call(method, request, left_s, shown)
+                return self._call(method, request, left_s, shown)
             except grpc.RpcError as failure:
-                attempts = attempts or Attempts(self.retries, deadline_s)
                 if self.proof.renew(failure, used):
                     continue
                 self.judge(failure)
-                pause_s = attempts.pause_after(failure, time.monotonic())
-            self.channels.wait_end(pause_s)
+                pause_s = pause_after(failure, pauses, deadline_s)
+            self.lost.wait(pause_s)
 
     def insist(self, method: Method[Q, R], request: Q, timeout_s: float) -> R:
         """``ask`` for what ends something: a daemon that has no room for the call now is asked again in time."""
@@ -159,74 +132,78 @@ class Connection:
             except (LimitExceeded, QuotaExceeded):
                 if time.monotonic() + INSIST_PAUSE_S >= deadline_s:
                     raise
-            self.channels.wait_end(INSIST_PAUSE_S)
+            self.lost.wait(INSIST_PAUSE_S)
 
     def open_line(self, method: Method[Q, R]) -> BlockingLine:
-        """A stream both ways. Raises DaemonUnavailable."""
+        """A stream of gRPC. Raises DaemonUnavailable."""
         self.check()
+        assert self._channel is not None
+        call = self._channel.stream_stream(
+            method.path,
+            request_serializer=method.request.SerializeToString,
+            response_deserializer=method.response.FromString,
+        )
         try:
-            return self.channels.open_line(method, (*trace_headers(), *self.proof.metadata))
-        except grpc.RpcError as failure:
-            raise self.gone() from failure
+            return BlockingLine(call, (*trace_headers(), *self.proof.metadata))
+        except ValueError as closed:
+            if not self.lost.is_set():
+                raise
+            raise self.gone() from closed
 
     def open_steps(self) -> StepLine:
         """A stream of steps, by the lane where there is one. Raises DaemonUnavailable."""
         self.check()
-        try:
-            return self.channels.open_steps((*trace_headers(), *self.proof.metadata))
-        except grpc.RpcError as failure:
-            raise self.gone() from failure
+        lane = self._lane
+        if lane is None or lane.why_broken:
+            return self.open_line(STEP)
+        return LaneSteps(lane, (*trace_headers(), *self.proof.metadata))
 
     @property
     def has_lane(self) -> bool:
-        return self.channels.has_lane
+        return self._lane is not None and not self._lane.why_broken
 
     @property
     def wants_lane(self) -> bool:
         """True while ``keep_lane`` has something to do, now or after a while."""
-        return self._takes_lanes and not (self.channels.has_lane and self._lane_proof == self.proof.metadata)
+        lane = self._lane
+        is_kept = lane is not None and not lane.why_broken and lane.metadata == self.proof.metadata
+        return not is_kept and self._lane_from_s < math.inf
 
-    def keep_lane(self) -> None:
-        """Have a lane that proves itself by what calls do now, where the daemon gives one: without it they go by
-        gRPC. One that broke is made anew after a while."""
+    def keep_lane(self) -> BlockingLane | None:
+        """The lane for calls, with the credentials that calls have now, where the daemon gives one; None: calls go by
+        gRPC. A broken lane is replaced after a while."""
         if not self.wants_lane:
-            return
-        now_s = time.monotonic()
-        if self._lane_again_s is None:  # it has just been seen to be broken
-            self._lane_again_s = 0.0 if self.channels.has_lane else now_s + LANE_PAUSE_S
-        if now_s < self._lane_again_s:
-            return
-        self._lane_again_s = now_s + LANE_PAUSE_S  # other threads do not try meanwhile
-        used = self.proof.metadata
+            return self._lane
+        now_s, lane = time.monotonic(), self._lane
+        if lane is not None and lane.why_broken:
+            self._lane, self._lane_from_s = None, now_s + LANE_PAUSE_S
+            lane.close()
+        if now_s < self._lane_from_s:
+            return self._lane
+        self._lane_from_s = now_s + LANE_PAUSE_S  # other threads do not try meanwhile
         try:
-            end = self.life.fetch_lane()
-            self.channels.take_lane(end, used, self.timeouts.connect_s)
+            self._take_lane()
         except NotFound as refused:
-            self._takes_lanes = False
+            self._lane_from_s = math.inf
             log.info("lane_not_given path=%s why=%s", self.socket_path, refused)
         except (CacheClientError, grpc.RpcError) as broken:
             log.info("lane_not_taken path=%s why=%s", self.socket_path, broken)
         else:
-            self._lane_proof, self._lane_again_s = used, None
+            self._lane_from_s = 0.0
             log.info("lane_taken path=%s", self.socket_path)
-
-    @property
-    def is_here(self) -> bool:
-        """True in the process that made the connection, False in its children."""
-        return not self.maker.is_elsewhere
+        return self._lane
 
     def check(self) -> None:
         """Raises DaemonUnavailable or AlreadyClosed where nothing can be asked here any more."""
         self.maker.check()
-        if self.life.lost.is_set():
+        if self.lost.is_set():
             raise self.gone()
 
     def judge(self, failure: grpc.RpcError | CacheClientError) -> None:
         """Raise DaemonUnavailable where a call failed because its daemon has gone, and report the loss.
 
-        A daemon that stops closes its socket before clients notice its end, and the next one does not know what was
-        held of the last: so a broken connection, and an unknown name, are reason to ask the socket which daemon serves
-        it.
+        A daemon that stops closes its socket before clients notice its end, and the next one does not know the leases
+        of the last: so a broken connection, and an unknown name, are reason to ask the socket which daemon serves it.
         """
         if self.lost.is_set():
             raise self.gone() from failure
@@ -240,17 +217,70 @@ class Connection:
         """Error that explains why this connection takes no calls any more."""
         return AlreadyClosed("the client was closed; connect again") if self._is_closed else DaemonUnavailable(GONE)
 
+    def attach(self, lease_id: str, rank: int) -> None:
+        """Count a pool of a rank that is about to be attached under a lease."""
+        with self._lock:
+            self._attached[lease_id, rank] += 1
+
+    def detach(self, lease_id: str, rank: int) -> bool:
+        """Note that one was unmapped, or never came; True when it was the last. The daemon treats the process as no
+        writer after a Detach of the rank, so only the last pool may send one."""
+        with self._lock:
+            left = self._attached[lease_id, rank] = self._attached[lease_id, rank] - 1
+            if not left:
+                del self._attached[lease_id, rank]
+        return not left
+
     def close(self) -> None:
         """End the connection; calls under way fail. Idempotent. Raises UsedAfterFork."""
         self.maker.check()
         self._is_closed = True
         self.life.close()
-        self.channels.close()
+        self._end_calls()
+        if self._lane is not None:
+            self._lane.close()
 
     def _lose(self) -> None:
         """Note the loss, from the thread that noticed it."""
-        self.channels.end_calls()
+        self._end_calls()
         self._on_lost()
+
+    def _end_calls(self) -> None:
+        if self._lane is not None:
+            self._lane.end("the connection was closed")
+        if self._channel is not None:
+            self._channel.close()
+
+    def _call(self, method: Method[Q, R], request: Q, timeout_s: float, metadata: Metadata) -> R:
+        assert self._channel is not None
+        with self._lock:
+            call = self._callables.get(method.path)
+            if call is None:
+                call = self._callables[method.path] = self._channel.unary_unary(
+                    method.path,
+                    request_serializer=method.request.SerializeToString,
+                    response_deserializer=method.response.FromString,
+                )
+        try:
+            answer: R = call(request, timeout=timeout_s, wait_for_ready=False, metadata=metadata)
+        except ValueError as closed:  # gRPC's error for a channel that was closed meanwhile
+            if not self.lost.is_set():
+                raise
+            raise ChannelClosed(str(closed)) from closed
+        return answer
+
+    def _take_lane(self) -> None:
+        lane, before = BlockingLane(self.life.fetch_lane()), self._lane
+        try:
+            lane.greet(self.proof.metadata, self.timeouts.connect_s)
+        except BaseException:
+            lane.close()
+            raise
+        self._lane = lane
+        if before is not None:
+            before.close()
+        if self.lost.is_set():
+            lane.end("the connection was closed")
 
 
 def trace_headers() -> tuple[tuple[str, str], ...]:
@@ -273,44 +303,14 @@ def trace_headers() -> tuple[tuple[str, str], ...]:
     return (*headers, ("tracestate", state)) if state else headers
 
 
-class Attempts:
-    """The attempts of one call, under one request_id and one deadline (``time.monotonic()``)."""
-
-    def __init__(self, retries: Retries, deadline_s: float) -> None:
-        self._deadline_s = deadline_s
-        self._left = retries.attempts - 1
-        self._pause_s = retries.pause_s
-
-    def left_s(self, now_s: float) -> float:
-        """Time until the deadline, never quite none: gRPC takes 0 for a call that has failed already."""
-        return max(self._deadline_s - now_s, 0.001)
-
-    def pause_after(self, failure: grpc.RpcError, now_s: float) -> float:
-        """Seconds to wait before the next attempt. Raises the call's typed error where no attempt is left."""
-        error = error_of(failure)
-        if not is_broken_way(failure, error) or self._left == 0 or now_s + self._pause_s >= self._deadline_s:
-            raise error from (None if is_refusal(failure) else failure)  # the daemon's sentence is whole
-        self._left -= 1
-        pause_s = self._pause_s
-        self._pause_s *= 2
-        return pause_s
+def pause_after(failure: grpc.RpcError, pauses: Iterator[float], deadline_s: float) -> float:
+    """Seconds to wait before the next attempt of a call. Raises its typed error where no attempt is left."""
+    error, pause_s = error_of(failure), next(pauses, math.inf)
+    if not is_broken_way(failure, error) or time.monotonic() + pause_s >= deadline_s:
+        raise error from (None if is_refusal(failure) else failure)  # the daemon's sentence is whole
+    return pause_s
 
 
 def is_broken_way(failure: grpc.RpcError, error: CacheClientError) -> bool:
-    """True when the connection broke; what the daemon itself refused is final."""
+    """True when the connection broke; a refusal by the daemon itself is final."""
     return isinstance(error, DaemonUnavailable) and not is_refusal(failure)
-
-
-DEFAULT_OPTIONS = ChannelOptions(first_reconnect_ms=2000, longest_reconnect_ms=2000)
-"""Channel options of a subscriber, which is in no hurry."""
-
-
-def subscription(
-    namespace: bytes, *, snapshot: bool = True, epoch: int = 0, after: int | None = None, storage: bool = False
-) -> event_pb2.SubscribeRequest:
-    """Request for events: a snapshot first, or all behind change ``after`` of ``epoch``, or (neither) from now on.
-    ``storage``: also changes of storage."""
-    request = event_pb2.SubscribeRequest(namespace=namespace, snapshot=snapshot, epoch=epoch, storage=storage)
-    if after is not None and not snapshot:
-        request.after_sequence_number = after
-    return request

@@ -6,10 +6,10 @@ import collections
 import logging
 import os
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -96,16 +96,8 @@ class Proof:
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
         self._process_token = b""
-        self._told: Metadata = ()
+        self._warned_of: Metadata = ()
         self.metadata: Metadata = ()
-
-    @property
-    def has_token(self) -> bool:
-        return has_token(self.metadata)
-
-    def is_in(self, used: Metadata) -> bool:
-        """True where ``used`` shows what calls show now."""
-        return set(self.metadata) <= set(used)
 
     def start(self, process_token: bytes) -> None:
         """The connection is there. Raises InvalidRequest for a token file that cannot be read."""
@@ -141,8 +133,8 @@ class Proof:
                 return True
         except InvalidRequest as unreadable:
             why = f"{unreadable}; "
-        if self._told != self.metadata:
-            self._told = self.metadata
+        if self._warned_of != self.metadata:
+            self._warned_of = self.metadata
             log.warning("token_replaced grace_s=%.0f todo=%s%s", grace_s, why, self._todo())
         return False
 
@@ -174,12 +166,6 @@ class _Details(
     """Call details that can be made anew."""
 
 
-Q = TypeVar("Q")
-A = TypeVar("A")
-CallDetails = grpc.ClientCallDetails
-Continuation = Callable[[CallDetails, Q], A]
-
-
 class _WithMetadata(
     grpc.UnaryUnaryClientInterceptor,
     grpc.UnaryStreamClientInterceptor,
@@ -192,31 +178,18 @@ class _WithMetadata(
         self._metadata = metadata
         self._address = address
 
-    def intercept_unary_unary(
-        self, continuation: Continuation[Q, A], client_call_details: CallDetails, request: Q
-    ) -> A:
-        return continuation(self._proven(client_call_details), request)
-
-    def intercept_unary_stream(
-        self, continuation: Continuation[Q, A], client_call_details: CallDetails, request: Q
-    ) -> A:
-        return continuation(self._proven(client_call_details), request)
-
-    def intercept_stream_unary(
-        self, continuation: Continuation[Q, A], client_call_details: CallDetails, request_iterator: Q
-    ) -> A:
-        return continuation(self._proven(client_call_details), request_iterator)
-
-    def intercept_stream_stream(
-        self, continuation: Continuation[Q, A], client_call_details: CallDetails, request_iterator: Q
-    ) -> A:
-        return continuation(self._proven(client_call_details), request_iterator)
-
-    def _proven(self, details: CallDetails) -> _Details:
+    def _intercept(self, continuation: Any, client_call_details: grpc.ClientCallDetails, request: Any) -> Any:
+        """Call with the token. gRPC passes arguments by position: a request, or an iterator of them."""
+        details = client_call_details
         shown = self._metadata if may_show(self._address) else ()
         metadata = (*(details.metadata or ()), *shown)
         known = (details.method, details.timeout, metadata, details.credentials)
-        return _Details(*known, details.wait_for_ready, details.compression)
+        return continuation(_Details(*known, details.wait_for_ready, details.compression), request)
+
+    intercept_unary_unary: Any = _intercept
+    intercept_unary_stream: Any = _intercept
+    intercept_stream_unary: Any = _intercept
+    intercept_stream_stream: Any = _intercept
 
 
 def open_remote(

@@ -167,7 +167,7 @@ class LifeConnection:
         """Note that the daemon serves no more, though its end has not come yet: ``lost`` is set, and callbacks run.
         Idempotent."""
         if self._leave():
-            self._tell([self._on_lost])
+            self._call([self._on_lost])
 
     def close(self) -> None:
         """Ask nothing any more, and end the connection unless there is a watcher: to the daemon this process is gone
@@ -229,18 +229,18 @@ class LifeConnection:
         with self._state:
             is_first = not self.lost.is_set()
             self.lost.set()
-            told = list(self._watchers)
+            callbacks = list(self._watchers)
         self._answers.put(None)
         self._socket.close()
         if is_first:
             log.warning("daemon_lost path=%s", self._path)
-            told.append(self._on_lost)
-        self._tell(told)
+            callbacks.append(self._on_lost)
+        self._call(callbacks)
 
-    def _tell(self, callbacks: list[Callable[[], None]]) -> None:
-        for told in callbacks:
+    def _call(self, callbacks: list[Callable[[], None]]) -> None:
+        for callback in callbacks:
             try:
-                told()
+                callback()
             except Exception:
                 log.exception("on_lost_failed path=%s", self._path)
 

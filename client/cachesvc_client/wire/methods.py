@@ -1,17 +1,13 @@
-"""RPCs of the daemon that a client calls, and what becomes of an answer."""
+"""RPCs of the daemon that a client calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from google.protobuf.message import Message
 from kvcache.v1 import cache_pb2, engine_pb2, event_pb2, lease_pb2
 
-from cachesvc_client.core.errors import CacheClientError, DeadlineExceeded
-
-T = TypeVar("T")
 Q = TypeVar("Q", bound=Message)
 R = TypeVar("R", bound=Message)
 
@@ -48,39 +44,3 @@ WAIT_TICKETS = Method("CacheService", "WaitTickets", cache_pb2.WaitTicketsReques
 STEP = Method("CacheService", "Step", cache_pb2.StepRequest, cache_pb2.StepResponse)
 
 SUBSCRIBE = Method("EventService", "Subscribe", event_pb2.SubscribeRequest, event_pb2.SubscribeResponse)
-
-
-@dataclass(slots=True)
-class Operation(Generic[T]):
-    """One request of a lease and what becomes of its answer: by itself or in a Step.
-
-    ``request`` gets its lease_id and request_id when it is sent. ``apply`` takes the answer into the record of the
-    sequence and returns what the caller sees; ``fail`` puts the record right after a refusal. One of the two is called,
-    once. ``owner``: the sequence that it is for, if any. ``waits_s``: how long the daemon may wait before it answers,
-    beside the time limit of the call, seconds.
-    """
-
-    method: Method[Any, Any]
-    request: Any
-    apply: Callable[[Any], T]
-    fail: Callable[[CacheClientError], None]
-    owner: Owner | None = None
-    waits_s: float = 0.0
-
-    def end_with(self, error: CacheClientError) -> None:
-        """Note a failure. After a lost answer the owner keeps the operation, to ask again under the same id."""
-        is_open = isinstance(error, DeadlineExceeded) and not error.was_answered
-        if is_open and self.owner is not None:
-            self.owner.unanswered = self
-        else:
-            self.fail(error)
-
-
-class Owner(Protocol):
-    """Owner of at most one operation whose answer never came."""
-
-    unanswered: Operation[Any] | None
-
-
-def no_action(_: CacheClientError) -> None:
-    """No-op where a failure leaves nothing to put right."""

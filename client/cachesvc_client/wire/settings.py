@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
 
@@ -97,6 +97,10 @@ class Retries:
         if self.attempts < 1 or self.pause_s < 0:
             raise InvalidRequest(f"retries need at least 1 attempt and no negative pause, got {self}")
 
+    def pauses(self) -> Iterator[float]:
+        """Pause before each further attempt of one call, seconds."""
+        return (self.pause_s * 2**attempt for attempt in range(self.attempts - 1))
+
 
 @dataclass(frozen=True, slots=True)
 class ChannelOptions:
@@ -104,7 +108,7 @@ class ChannelOptions:
     attempts grow from ``first_reconnect_ms`` to ``longest_reconnect_ms``.
 
     ``keepalive_ms`` 0 sends no pings: the life socket tells at once when the daemon goes, deadlines when it hangs, and
-    a server that was not told to expect pings hangs up on them.
+    a server that does not expect pings hangs up on them.
     """
 
     max_message_bytes: int = MAX_MESSAGE_BYTES

@@ -1,4 +1,4 @@
-"""Calls of one connection by gRPC and by a lane: every wait blocks the thread that calls."""
+"""The two transports of calls, gRPC and a lane, and their streams: every wait blocks the thread that calls."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from typing import Any, Final, Protocol
+from collections.abc import Callable
+from typing import Any, Final
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 from kvcache.v1 import cache_pb2
-from kvcache.v1.cache_pb2 import OperationError, StepRequest, StepResponse
+from kvcache.v1.cache_pb2 import OperationError, StepResponse
 from kvcache.v1.lane_pb2 import LaneHello, LaneWelcome
 
 from cachesvc.model.errors import ErrorCode, LimitExceeded
@@ -45,27 +45,10 @@ from cachesvc_client.wire.credentials import Metadata
 from cachesvc_client.wire.methods import STEP, Method, Q, R
 from cachesvc_client.wire.settings import ChannelOptions
 
-# The blocking end of a lane: no thread of its own. A waiter for an answer reads, and hands other waiters theirs.
-#
-# thread A   send ── read ── [B's] ── read ── [A's] ── leaves; another waiter reads on thread B        send ──────── has
-# its answer
-
 log = logging.getLogger(__name__)
 
-
-NUDGE: Final = object()
-"""Value of ``BlockingLine.get`` after ``wake``."""
-
-
-class ChannelClosed(grpc.RpcError):
-    """A call met the end of its connection on this side."""
-
-
-class ChannelMaker(Protocol):
-    """Opens a channel for calls that block."""
-
-    def __call__(self, socket_path: str, options: ChannelOptions) -> grpc.Channel:
-        """A channel that connects on first use."""
+ChannelMaker = Callable[[str, ChannelOptions], grpc.Channel]
+"""Opens a channel to a unix socket for calls that block."""
 
 
 def open_channel(socket_path: str, options: ChannelOptions) -> grpc.Channel:
@@ -73,98 +56,12 @@ def open_channel(socket_path: str, options: ChannelOptions) -> grpc.Channel:
     return grpc.insecure_channel(unix_target(socket_path), options=options.as_grpc())
 
 
-class Channels:
-    """The gRPC channel of one connection, and its lane while it has one."""
-
-    def __init__(self, make_channel: ChannelMaker, options: ChannelOptions) -> None:
-        self._make_channel = make_channel
-        self._options = options
-        self._channel: grpc.Channel | None = None
-        self._callables: dict[str, Any] = {}
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._lane: BlockingLane | None = None
-
-    def connect(self, socket_path: str) -> None:
-        self._channel = self._make_channel(socket_path, self._options)
-
-    def call(self, method: Method[Q, R], request: Q, timeout_s: float, metadata: Metadata) -> R:
-        lane, number = self._lane, number_of(method)
-        if lane is not None and number and lane.has_room:
-            return lane.call(number, method, request, timeout_s, metadata)
-        try:
-            answer: R = self._callable(method)(request, timeout=timeout_s, wait_for_ready=False, metadata=metadata)
-        except ValueError as closed:  # what gRPC says of a channel that was closed meanwhile
-            raise self._closed_or(closed) from closed
-        return answer
-
-    def open_line(self, method: Method[Q, R], metadata: Metadata) -> BlockingLine:
-        assert self._channel is not None
-        call = self._channel.stream_stream(
-            method.path,
-            request_serializer=method.request.SerializeToString,
-            response_deserializer=method.response.FromString,
-        )
-        try:
-            return BlockingLine(call, metadata)
-        except ValueError as closed:
-            raise self._closed_or(closed) from closed
-
-    @property
-    def has_lane(self) -> bool:
-        return self._lane is not None and not self._lane.why_broken
-
-    def take_lane(self, end: socket.socket, metadata: Metadata, timeout_s: float) -> None:
-        """Calls go by this lane from now on."""
-        lane, before = BlockingLane(end), self._lane
-        try:
-            lane.greet(metadata, timeout_s)
-        except BaseException:
-            lane.close()
-            raise
-        self._lane = lane
-        if before is not None:
-            before.close()
-        if self._ended.is_set():
-            lane.end("the connection was closed")
-
-    def open_steps(self, metadata: Metadata) -> StepLine:
-        lane = self._lane
-        return self.open_line(STEP, metadata) if lane is None or lane.why_broken else LaneSteps(lane, metadata)
-
-    def wait_end(self, timeout_s: float | None) -> bool:
-        return self._ended.wait(timeout_s)
-
-    def end_calls(self) -> None:
-        self._ended.set()
-        if self._lane is not None:
-            self._lane.end("the connection was closed")
-        if self._channel is not None:
-            self._channel.close()
-
-    def close(self) -> None:
-        self.end_calls()
-        if self._lane is not None:
-            self._lane.close()
-
-    def _callable(self, method: Method[Q, R]) -> Any:
-        assert self._channel is not None
-        with self._lock:
-            call = self._callables.get(method.path)
-            if call is None:
-                call = self._callables[method.path] = self._channel.unary_unary(
-                    method.path,
-                    request_serializer=method.request.SerializeToString,
-                    response_deserializer=method.response.FromString,
-                )
-        return call
-
-    def _closed_or(self, error: ValueError) -> Exception:
-        return ChannelClosed(str(error)) if self._ended.is_set() else error
+NUDGE: Final = object()
+"""Value of ``BlockingLine.get`` after ``wake``."""
 
 
 class BlockingLine:
-    """A stream whose answers one thread reads. Raises ValueError where the channel is closed."""
+    """A stream of gRPC, whose answers one thread reads. Raises ValueError where the channel is closed."""
 
     is_lane = False
 
@@ -172,22 +69,20 @@ class BlockingLine:
         self.metadata = metadata
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._call = call(self._take_requests(), wait_for_ready=False, metadata=metadata)
+        self.put = self._requests.put
+        self._call = call(iter(self._requests.get, None), wait_for_ready=False, metadata=metadata)
         self._reader = threading.Thread(target=self._read, name="kvcache-line", daemon=True)
         self._reader.start()
 
-    def put(self, request: Any) -> None:
-        self._requests.put(request)
-
     @property
     def is_silent(self) -> bool:
-        """False where ``get`` has something to tell at once."""
+        """False where ``get`` has something to return at once."""
         return self._answers.empty()
 
-    def get(self, deadline_s: float | None) -> Any:
-        """The next answer, how the stream ended, NUDGE, or None at the deadline."""
+    def get(self, deadline_s: float) -> Any:
+        """The next answer, the stream's end as an error, NUDGE, or None at the deadline."""
         try:
-            return self._answers.get(timeout=None if deadline_s is None else max(deadline_s - time.monotonic(), 0))
+            return self._answers.get(timeout=max(deadline_s - time.monotonic(), 0))
         except queue.Empty:
             return None
 
@@ -199,10 +94,6 @@ class BlockingLine:
         self._call.cancel()
         self._reader.join()
 
-    def _take_requests(self) -> Iterator[Any]:
-        while (request := self._requests.get()) is not None:
-            yield request
-
     def _read(self) -> None:
         try:
             for answer in self._call:
@@ -213,57 +104,23 @@ class BlockingLine:
         self._answers.put(self._call)
 
 
-class LaneSteps:
-    """A stream of steps by a lane, which needs no thread: the waiter for an answer reads it."""
-
-    is_lane = True
-
-    def __init__(self, lane: BlockingLane, metadata: Metadata) -> None:
-        self.metadata = metadata
-        self._lane = lane
-        self._inbox = Inbox()
-        self._sent = SentSteps(metadata)
-
-    def put(self, request: cache_pb2.StepRequest) -> None:
-        try:
-            self._lane.send_step(request, self._inbox, self._sent)
-        except grpc.RpcError as failure:  # the waiter for the answer gets the error
-            log.debug("step_unsent why=%s", failure)
-
-    @property
-    def is_silent(self) -> bool:
-        """False where ``get`` has something to tell at once."""
-        try:
-            return not self._lane.wait(self._inbox, -math.inf)
-        except grpc.RpcError:
-            return False
-
-    def get(self, deadline_s: float | None) -> Any:
-        """The next answer, how the stream ended, or None at the deadline."""
-        try:
-            if not self._lane.wait(self._inbox, math.inf if deadline_s is None else deadline_s):
-                return None
-        except grpc.RpcError as failure:
-            return failure
-        return self._sent.read(self._inbox.came.popleft())
-
-    def close(self) -> None:
-        self._lane.leave(self._inbox)
-
-
-StepLine = BlockingLine | LaneSteps
-"""A stream of steps, by either transport."""
-# A lane as the client has it: tags, frames and how it ends. ``blocking_lane`` reads and writes it.
+# The client's end of a lane has no thread: a waiter for an answer reads, and hands other waiters theirs.
 #
-# Tags distinguish calls. What is not answered any more fails as a call of gRPC does, so that retries, errors and losses
-# are those of the protocol, whichever way a call took.
+#     thread A   send ── read ── [B's] ── read ── [A's] ── leaves; another waiter reads on
+#     thread B        send ──────── has its answer
+#
+# Tags distinguish calls. A call without an answer fails as a call of gRPC does, so retries, errors and losses are the
+# same by either transport.
 
 KEPT_FOR_STEPS = 4
 """Frames without an answer that calls which may wait leave to Steps; beyond, such a call goes by gRPC."""
 ENDS_STREAM = frozenset({"INTERNAL", ErrorCode.UNAUTHENTICATED.value})
 """Refusals of a Step that gRPC has for its whole stream."""
-
-_STEP = METHODS["Step"]
+LOOK_S = 0.1
+"""A read that blocks looks at its deadline so often; where that is nearer, the read is preceded by a poll."""
+SEND_S = 5.0
+"""Time without progress after which a lane counts as broken, seconds: the daemon takes no bytes."""
+_TIMEVAL = struct.Struct("@ll")
 _STATUSES = {code.value: status for code, status in GRPC_CODES.items()}
 
 
@@ -277,25 +134,6 @@ class Inbox:
         self.tags: set[int] = set()
 
 
-def number_of(method: Method[Any, Any]) -> int:
-    """The call's number in frames; 0 where it goes by gRPC alone."""
-    return METHODS.get(method.name, 0) if method.service == "CacheService" else 0
-
-
-def encode_call(number: int, tag: int, request: Any, timeout_s: float | None, metadata: Metadata) -> bytes:
-    """A call as a frame. Raises grpc.RpcError for one that is too large."""
-    body = request.SerializeToString()
-    if len(body) > MAX_MESSAGE_BYTES:
-        raise _too_large(body)
-    units = 0 if timeout_s is None else min(int(timeout_s / DEADLINE_UNIT_S) + 1, MOST_DEADLINE)
-    return encode(number, 0, units, tag, body, _traceparent(metadata) if metadata else "")
-
-
-def encode_cancel(tag: int) -> bytes:
-    """Encode a frame that cancels this call."""
-    return encode(CANCEL, 0, 0, tag, b"")
-
-
 def encode_hello(tag: int, metadata: Metadata) -> bytes:
     """The first frame, with the credentials of the calls' metadata."""
     shown = dict(metadata).get(AUTHORIZATION_METADATA_KEY, "")
@@ -303,16 +141,14 @@ def encode_hello(tag: int, metadata: Metadata) -> bytes:
     return encode(HELLO, 0, 0, tag, LaneHello(version=VERSION, token=token).SerializeToString())
 
 
-def check_welcome(frame: Frame) -> None:
-    """Raises DaemonUnavailable where the daemon does not let this lane in, or speaks otherwise."""
-    if frame.flags & ERROR:
-        raise DaemonUnavailable(f"the daemon refused the lane: {OperationError.FromString(frame.body).message}")
-    welcome = LaneWelcome.FromString(frame.body)
-    if welcome.version != VERSION or not set(METHODS.values()) <= set(welcome.methods):
-        raise DaemonUnavailable(f"the daemon's lane has version {welcome.version}, this client has {VERSION}")
+def traceparent(metadata: Metadata) -> str:
+    for key, value in metadata:
+        if key == "traceparent" and isinstance(value, str):
+            return value
+    return ""
 
 
-def read_answer(method: Method[Any, Any], frame: Frame) -> Any:
+def read_answer(method: Method[Any, R], frame: Frame) -> R:
     """The answer in a frame. Raises grpc.RpcError for a refusal."""
     if frame.flags & ERROR:
         raise refused(OperationError.FromString(frame.body))
@@ -322,19 +158,8 @@ def read_answer(method: Method[Any, Any], frame: Frame) -> Any:
         raise failure(grpc.StatusCode.INTERNAL, f"the answer is not a message of {method.name}") from unread
 
 
-def _too_large(body: bytes) -> grpc.RpcError:
-    """Error of gRPC for a message that is too large to send."""
-    why = f"a message larger than max ({len(body)} vs. {MAX_MESSAGE_BYTES} bytes)"
-    return failure(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
-
-
-def late() -> grpc.RpcError:
-    """Error of a call without an answer in time."""
-    return failure(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
-
-
 def refused(error: OperationError) -> grpc.RpcError:
-    """A refusal as gRPC tells it: by a status, and its name in the trailing metadata."""
+    """A refusal in gRPC's form: a status, with its name in the trailing metadata."""
     status = _STATUSES.get(error.code)
     if status is None:
         return failure(grpc.StatusCode.INTERNAL, error.message)
@@ -347,45 +172,18 @@ def failure(status: grpc.StatusCode, details: str) -> grpc.RpcError:
     return grpc.aio.AioRpcError(status, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
 
 
-class SentSteps:
-    """The steps of one stream: their ``ids`` by tag, for an answer that is a refusal has to name the request."""
-
-    def __init__(self, metadata: Metadata) -> None:
-        self.ids: dict[int, int] = {}
-        self.traceparent = _traceparent(metadata)
-
-    def read(self, frame: Frame) -> StepResponse | grpc.RpcError:
-        """An answer as the stream of gRPC has it: a refused step is an answer, unless it ends the stream."""
-        request_id = self.ids.pop(frame.tag)
-        if frame.flags & ERROR:
-            error = OperationError.FromString(frame.body)
-            return refused(error) if error.code in ENDS_STREAM else StepResponse(request_id=request_id, error=error)
-        try:
-            answer: StepResponse = read_answer(STEP, frame)
-        except grpc.RpcError as unread:
-            return unread
-        return answer
-
-
-def _traceparent(metadata: Metadata) -> str:
-    for key, value in metadata:
-        if key == "traceparent" and isinstance(value, str):
-            return value
-    return ""
-
-
-LOOK_S = 0.1
-"""A read that blocks looks at its deadline so often; where that is nearer, the read is preceded by a poll."""
-SEND_S = 5.0
-"""Time without progress after which a lane counts as broken, seconds: the daemon takes no bytes."""
-_TIMEVAL = struct.Struct("@ll")
+def too_large(body: bytes) -> grpc.RpcError:
+    """Error of gRPC for a message that is too large to send."""
+    why = f"a message larger than max ({len(body)} vs. {MAX_MESSAGE_BYTES} bytes)"
+    return failure(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
 
 
 class BlockingLane:
-    """A client's end of a lane: tags, frames, and why it ended (``why_broken``, empty while it is open)."""
+    """A client's end of a lane. ``why_broken``: empty while it is open. ``metadata``: credentials that it has shown."""
 
     def __init__(self, end: socket.socket) -> None:
         self.why_broken = ""
+        self.metadata: Metadata = ()
         self._socket = end
         self._reader = FrameReader()
         self._tags = itertools.count(1)
@@ -398,7 +196,7 @@ class BlockingLane:
 
     @property
     def has_room(self) -> bool:
-        """True when a call may go this way."""
+        """True when a call that may wait can use this lane."""
         return not self.why_broken and len(self._inboxes) < MAX_UNANSWERED_FRAMES - KEPT_FOR_STEPS
 
     def forget(self) -> None:
@@ -406,43 +204,60 @@ class BlockingLane:
         self._socket.close()
 
     def greet(self, metadata: Metadata, timeout_s: float) -> None:
-        """Identify the caller. Raises DaemonUnavailable where no calls can go this way."""
+        """Identify the caller. Raises DaemonUnavailable where the daemon refuses this lane or has another version."""
         self._socket.setblocking(True)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(0, int(LOOK_S * 1e6)))
         keep_from_children(self)
         inbox = Inbox()
-        self._send(encode_hello(self._enter(inbox), metadata), timeout_s)
+        self.send(encode_hello(self.enter(inbox), metadata), timeout_s)
         if not self.wait(inbox, time.monotonic() + timeout_s):
             raise DaemonUnavailable(f"no answer on the lane within {timeout_s:g} s")
-        check_welcome(inbox.came.popleft())
+        frame = inbox.came.popleft()
+        if frame.flags & ERROR:
+            raise DaemonUnavailable(f"the daemon refused the lane: {OperationError.FromString(frame.body).message}")
+        welcome = LaneWelcome.FromString(frame.body)
+        if welcome.version != VERSION or not set(METHODS.values()) <= set(welcome.methods):
+            raise DaemonUnavailable(f"the daemon's lane has version {welcome.version}, this client has {VERSION}")
+        self.metadata = metadata
 
-    def call(self, number: int, method: Method[Q, R], request: Q, timeout_s: float, metadata: Metadata) -> R:
-        inbox, deadline_s = Inbox(), time.monotonic() + timeout_s
-        tag = self._enter(inbox)
+    def call(self, method: Method[Q, R], request: Q, timeout_s: float, metadata: Metadata) -> R:
+        """Ask, and wait for the answer. Raises grpc.RpcError, also for a request that is too large."""
+        deadline_s, body = time.monotonic() + timeout_s, request.SerializeToString()
+        if len(body) > MAX_MESSAGE_BYTES:
+            raise too_large(body)
+        inbox, units = Inbox(), min(int(timeout_s / DEADLINE_UNIT_S) + 1, MOST_DEADLINE)
+        tag = self.enter(inbox)
         try:
-            self._send(encode_call(number, tag, request, timeout_s, metadata), timeout_s)
-            if not self.wait(inbox, deadline_s):
-                raise late()
-            answer: R = read_answer(method, inbox.came.popleft())
+            self.send(encode(METHODS[method.name], 0, units, tag, body, traceparent(metadata)), timeout_s)
+            if self.wait(inbox, deadline_s):
+                return read_answer(method, inbox.came.popleft())
+            raise failure(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
         finally:
             if inbox.tags:
-                self._give_up(inbox, tag)
-        return answer
+                self.leave(inbox)
+                with contextlib.suppress(grpc.RpcError):  # the lane has ended, and the call with it
+                    self.send(encode(CANCEL, 0, 0, tag, b""), LOOK_S)
 
     def ping(self, timeout_s: float) -> None:
         """Send a ping and wait for its answer. Raises grpc.RpcError."""
         inbox = Inbox()
-        self._send(encode(PING, 0, 0, self._enter(inbox), b""), timeout_s)
+        self.send(encode(PING, 0, 0, self.enter(inbox), b""), timeout_s)
         if not self.wait(inbox, time.monotonic() + timeout_s):
             self.leave(inbox)
-            raise late()
+            raise failure(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
 
-    def send_step(self, request: StepRequest, inbox: Inbox, sent: SentSteps) -> None:
-        """Send a step whose answer goes to ``inbox``; where the lane has ended ``wait`` tells."""
-        if self.why_broken:
-            return
-        if frame := self._encode_step(request, inbox, sent):
-            self._send(frame, SEND_S)
+    def enter(self, inbox: Inbox) -> int:
+        """A tag for a call whose answer goes to this inbox."""
+        tag = next(self._tags)
+        inbox.tags.add(tag)
+        self._inboxes[tag] = inbox
+        return tag
+
+    def leave(self, inbox: Inbox) -> None:
+        """Drop the waiter of these answers; the daemon still answers the calls."""
+        for tag in inbox.tags:
+            self._inboxes.pop(tag, None)
+        inbox.tags.clear()
 
     def wait(self, inbox: Inbox, deadline_s: float) -> bool:
         """Wait until something has come into the inbox; False at the deadline. Raises grpc.RpcError where nothing will
@@ -489,66 +304,43 @@ class BlockingLane:
         with self._sending:
             self._socket.close()
 
-    def leave(self, inbox: Inbox) -> None:
-        """Drop the waiter of these answers; what was asked for goes on."""
-        self._leave(inbox, tuple(inbox.tags))
+    def send(self, data: bytes, timeout_s: float) -> None:
+        """Send a frame whole. Raises grpc.RpcError where that cannot be done: the lane has ended then."""
+        rest, deadline_s = memoryview(data), math.inf
+        with self._sending:
+            if self.why_broken:
+                raise self._broke()
+            try:
+                while True:
+                    with contextlib.suppress(BlockingIOError):  # the daemon is slower
+                        rest = rest[self._socket.send(rest, socket.MSG_DONTWAIT) :]
+                    if not rest:
+                        return
+                    deadline_s = min(deadline_s, time.monotonic() + timeout_s)
+                    self._await_room(deadline_s)
+            except OSError as error:
+                self.end(f"it broke: {error.strerror}")
+                raise self._broke() from error
+            except BaseException:  # a part may have gone out
+                self.end("sending was interrupted")
+                raise
 
-    def _enter(self, inbox: Inbox) -> int:
-        """A tag for a call whose answer goes to this inbox."""
-        tag = next(self._tags)
-        inbox.tags.add(tag)
-        self._inboxes[tag] = inbox
-        return tag
-
-    def _leave(self, inbox: Inbox, tags: tuple[int, ...]) -> None:
-        for tag in tags:
-            self._inboxes.pop(tag, None)
-            inbox.tags.discard(tag)
-
-    def _encode_step(self, request: StepRequest, inbox: Inbox, sent: SentSteps) -> bytes:
-        """A step as a frame; empty for one that is too large, which has its refusal in the inbox."""
-        tag, body = self._enter(inbox), request.SerializeToString()
-        sent.ids[tag] = request.request_id
-        if len(body) <= MAX_MESSAGE_BYTES:
-            return encode(_STEP, 0, 0, tag, body, sent.traceparent)
-        error = OperationError(code=ErrorCode.LIMIT.value, message=str(error_of(_too_large(body))))
-        self._leave(inbox, (tag,))
-        inbox.came.append(Frame(_STEP, ERROR, 0, tag, error.SerializeToString()))
-        return b""
-
-    def _hand_out(self, mine: Inbox | None) -> bool:
-        """Hand arrived answers to their waiters; True where some of them are not ``mine``. Raises LimitExceeded."""
-        is_others = False
-        while self._reader.end and (frame := self._reader.next()) is not None:
-            inbox = self._inboxes.pop(frame.tag, None)
-            if inbox is not None:  # else its caller has given it up
-                inbox.tags.discard(frame.tag)
-                inbox.came.append(frame)
-                is_others = is_others or inbox is not mine
-        return is_others
-
-    def _broke(self) -> grpc.RpcError:
-        """Error of a broken lane, as of a broken gRPC call: the call may be sent again by another way."""
-        return failure(grpc.StatusCode.UNAVAILABLE, f"the lane ended: {self.why_broken}")
-
-    def _sleep(self, seconds: float) -> bool:
-        """Wait until another thread has read, with the lock held; False when the time has passed."""
-        self._sleeping += 1
-        try:
-            return self._turn.wait(None if seconds == math.inf else seconds)
-        finally:
-            self._sleeping -= 1
-
-    def _wake(self) -> None:
-        """Wake all waiters: something was read, or no thread reads any more."""
+    def _await_room(self, deadline_s: float) -> None:
+        """Wait until the socket may take more. The daemon reads no further until its answers are read: so read what
+        comes, unless another thread does."""
+        if time.monotonic() >= deadline_s:
+            self.end("the daemon takes no bytes")
+            raise self._broke()
         with self._lock:
-            if self._sleeping:
-                self._turn.notify_all()
-
-    def _give_up(self, inbox: Inbox, tag: int) -> None:
-        self.leave(inbox)
-        with contextlib.suppress(grpc.RpcError):  # the lane has ended, and the call with it
-            self._send(encode_cancel(tag), LOOK_S)
+            is_mine = not self._is_reading
+            self._is_reading = True
+        try:
+            if self._poll(select.POLLOUT | (select.POLLIN if is_mine else 0), LOOK_S) & select.POLLIN and is_mine:
+                self._take(self._socket.recv_into(self._reader.room()), None)
+        finally:
+            if is_mine:
+                self._is_reading = False
+                self._wake()
 
     def _read(self, inbox: Inbox, deadline_s: float) -> bool:
         """Read once what comes; False at the deadline. Raises grpc.RpcError at the lane's end."""
@@ -567,62 +359,106 @@ class BlockingLane:
         return True
 
     def _take(self, count: int, mine: Inbox | None) -> None:
+        """Hand what was read to its waiters. Raises grpc.RpcError at the lane's end."""
         if not count:
             self.end("the daemon ended it")
             raise self._broke()
         self._reader.add(count)
+        is_others = False
         try:
-            is_others = self._hand_out(mine)
+            while self._reader.end and (frame := self._reader.next()) is not None:
+                inbox = self._inboxes.pop(frame.tag, None)
+                if inbox is not None:  # else its caller has given it up
+                    inbox.tags.discard(frame.tag)
+                    inbox.came.append(frame)
+                    is_others = is_others or inbox is not mine
         except LimitExceeded as wrong:
             self.end(str(wrong))
             raise self._broke() from wrong
         if is_others:
             self._wake()
 
-    def _send(self, data: bytes, timeout_s: float) -> None:
-        """Send a frame whole. Raises grpc.RpcError where that cannot be done: the lane has ended then."""
-        with self._sending:
-            if self.why_broken:
-                raise self._broke()
-            try:
-                sent = self._try_send(data)
-                if sent < len(data):
-                    self._send_rest(memoryview(data)[sent:], time.monotonic() + timeout_s)
-            except OSError as error:
-                self.end(f"it broke: {error.strerror}")
-                raise self._broke() from error
-            except BaseException:  # a part may have gone out
-                self.end("sending was interrupted")
-                raise
-
-    def _try_send(self, data: bytes | memoryview) -> int:
+    def _sleep(self, seconds: float) -> bool:
+        """Wait until another thread has read, with the lock held; False when the time has passed."""
+        self._sleeping += 1
         try:
-            return self._socket.send(data, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return 0
+            return self._turn.wait(None if seconds == math.inf else seconds)
+        finally:
+            self._sleeping -= 1
 
-    def _send_rest(self, rest: memoryview, deadline_s: float) -> None:
-        """The daemon reads no further until its answers are read: so read what comes, unless another thread does."""
-        while rest:
-            if time.monotonic() >= deadline_s:
-                self.end("the daemon takes no bytes")
-                raise self._broke()
-            with self._lock:
-                is_mine = not self._is_reading
-                self._is_reading = True
-            try:
-                ready = self._poll(select.POLLOUT | (select.POLLIN if is_mine else 0), LOOK_S)
-                if is_mine and ready & select.POLLIN:
-                    self._take(self._socket.recv_into(self._reader.room()), None)
-            finally:
-                if is_mine:
-                    self._is_reading = False
-                    self._wake()
-            if ready & ~select.POLLIN:
-                rest = rest[self._try_send(rest) :]
+    def _wake(self) -> None:
+        """Wake all waiters: something was read, or no thread reads any more."""
+        with self._lock:
+            if self._sleeping:
+                self._turn.notify_all()
+
+    def _broke(self) -> grpc.RpcError:
+        """Error of a broken lane, as of a broken gRPC call: the call may be sent again by gRPC."""
+        return failure(grpc.StatusCode.UNAVAILABLE, f"the lane ended: {self.why_broken}")
 
     def _poll(self, what: int, timeout_s: float) -> int:
         """Events of ``what`` that the socket is ready for, or its error; 0 when the time has passed."""
         poll = select.poll()
         poll.register(self._socket, what)
         return next((events for _, events in poll.poll(timeout_s * 1000)), 0)
+
+
+class LaneSteps:
+    """A stream of steps by a lane, which needs no thread: the waiter for an answer reads it."""
+
+    is_lane = True
+
+    def __init__(self, lane: BlockingLane, metadata: Metadata) -> None:
+        self.metadata = metadata
+        self._lane = lane
+        self._inbox = Inbox()
+        self._ids: dict[int, int] = {}  # of requests, by tag: an answer that is a refusal has to name its own
+        self._traceparent = traceparent(metadata)
+
+    def put(self, request: cache_pb2.StepRequest) -> None:
+        """Send a step. Where the lane has ended, the waiter for the answer gets the error."""
+        lane, body, number = self._lane, request.SerializeToString(), METHODS["Step"]
+        if lane.why_broken:
+            return
+        if len(body) > MAX_MESSAGE_BYTES:
+            tag = -request.request_id  # none of the lane's own
+            refusal = OperationError(code=ErrorCode.LIMIT.value, message=str(error_of(too_large(body))))
+            self._ids[tag] = request.request_id
+            self._inbox.came.append(Frame(number, ERROR, 0, tag, refusal.SerializeToString()))
+            return
+        tag = lane.enter(self._inbox)
+        self._ids[tag] = request.request_id
+        try:
+            lane.send(encode(number, 0, 0, tag, body, self._traceparent), SEND_S)
+        except grpc.RpcError as failure:
+            log.debug("step_unsent why=%s", failure)
+
+    @property
+    def is_silent(self) -> bool:
+        """False where ``get`` has something to return at once."""
+        try:
+            return not self._lane.wait(self._inbox, -math.inf)
+        except grpc.RpcError:
+            return False
+
+    def get(self, deadline_s: float) -> Any:
+        """The next answer, the stream's end as an error, or None at the deadline. A refused step is an answer too,
+        unless gRPC would end its stream with it."""
+        try:
+            if not self._lane.wait(self._inbox, deadline_s):
+                return None
+            frame = self._inbox.came.popleft()
+            request_id = self._ids.pop(frame.tag)
+            if frame.flags & ERROR:
+                error = OperationError.FromString(frame.body)
+                return refused(error) if error.code in ENDS_STREAM else StepResponse(request_id=request_id, error=error)
+            return read_answer(STEP, frame)
+        except grpc.RpcError as failure:
+            return failure
+
+    def close(self) -> None:
+        self._lane.leave(self._inbox)
+
+
+StepLine = BlockingLine | LaneSteps
+"""A stream of steps, by either transport."""

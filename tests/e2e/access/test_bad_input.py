@@ -20,7 +20,6 @@ from cachesvc_client import (
     Registration,
 )
 from cachesvc_client.core.errors import error_of
-from cachesvc_client.wire.messages import build_register
 from grpc import StatusCode
 from kvcache.v1 import admin_pb2, cache_pb2, common_pb2, engine_pb2, lease_pb2
 
@@ -64,9 +63,7 @@ class Site:
         """Register a layout that our own client would not even build."""
         message = layout_to_proto(PLAIN)
         message.MergeFrom(common_pb2.Layout(**layout))
-        request = build_register("other@1", PLAIN)
-        request.layout.CopyFrom(message)
-        return self.bare.engine.Register(request)
+        return self.bare.engine.Register(engine_pb2.RegisterRequest(model="other@1", layout=message))
 
     def misplace(self) -> Any:
         """Publish the second block of the prompt as a first one."""

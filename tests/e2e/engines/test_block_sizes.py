@@ -19,7 +19,7 @@ from cachesvc_client import (
     mla_windowed,
     with_draft,
 )
-from cachesvc_client.records.views import SequenceView
+from cachesvc_client.sequence import Sequence as CacheSequence
 from kvcache.v1 import admin_pb2
 
 from tests.e2e.engine import WAIT_SECONDS, Engine
@@ -87,7 +87,7 @@ def prompt(block_tokens: int, blocks: int, *, turn: int = 0) -> list[int]:
     return [int(token) for token in tokens]
 
 
-def compute(engine: Engine, sequence: SequenceView, keys: bytes, first: int, end: int) -> None:
+def compute(engine: Engine, sequence: CacheSequence, keys: bytes, first: int, end: int) -> None:
     """A chunk: what it looks back to must be there; then its own."""
     assert engine.bad(sequence, keys, range(first)) == []
     engine.fill(sequence, keys, range(first, end))

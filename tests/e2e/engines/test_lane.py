@@ -149,7 +149,7 @@ def test_what_a_lane_lost_the_answer_of_is_carried_out_once(node: Node) -> None:
             lease_id=engine.lease.id, sequence_id=900, keys=engine.keys(prompt(1, 4)), request_id=90_000
         )
         with raw_lane(node) as lane, grpc.insecure_channel(f"unix:{node.socket}") as channel:
-            by_lane = lane.call(METHODS["Match"], MATCH, request, 5.0, ())
+            by_lane = lane.call(MATCH, request, 5.0, ())
             stub = cache_pb2_grpc.CacheServiceStub(channel)
             assert stub.Match(request) == by_lane, "the same answer, where a second Match would be a CONFLICT"
             allocate = cache_pb2.AllocateRequest(lease_id=engine.lease.id, sequence_id=900, blocks=4, request_id=90_001)
@@ -183,7 +183,7 @@ def test_a_lane_ends_with_its_life_connection(node: Node) -> None:
     life.close()
     wait_until(lambda: lanes(node) == 0, "the lane has ended")
     with pytest.raises(grpc.RpcError):
-        lane.call(METHODS["Release"], RELEASE, cache_pb2.ReleaseRequest(lease_id="x"), 5.0, ())
+        lane.call(RELEASE, cache_pb2.ReleaseRequest(lease_id="x"), 5.0, ())
     lane.close()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import threading
+from collections.abc import Sequence as Seq
 from typing import Any, get_type_hints
 
 import numpy as np
@@ -25,18 +25,36 @@ from cachesvc_client.core.arguments import checks_arguments, explains_arguments,
 from cachesvc_client.core.keys import BlockHasher
 from cachesvc_client.lease import Lease
 from cachesvc_client.memory.pool import PlanesByKey, slot_of
-from cachesvc_client.records.lease_record import LeaseRecord
 from cachesvc_client.records.steps import StepBatch
-from cachesvc_client.records.views import LeaseView
 from cachesvc_client.sequence import Sequence
-from cachesvc_client.wire.messages import build_allocate, build_match, build_register
-from kvcache.v1 import lease_pb2
+from kvcache.v1 import cache_pb2, engine_pb2
+
+from cachesvc.model.layout import Layout
+from cachesvc.wire.convert import expected_to_proto, layout_to_proto
+from tests.unit.rigs.client_rig import FakeDaemon
 
 LAYOUT = gqa(layers=2, kv_heads=2, head_dim=16, block_tokens=16, dtype="bfloat16")
 CHECKED = (CacheClient, Lease, Sequence, StepBatch)
 
-register = explains_arguments(build_register)
-allocate = explains_arguments(build_allocate)
+
+@explains_arguments
+def register(
+    model: str,
+    layout: Layout,
+    tenant_salt: bytes = b"",
+    devices: Seq[str] = (),
+    device_pages: Seq[int] | None = None,
+    device_share: float | None = None,
+) -> engine_pb2.RegisterRequest:
+    pool = engine_pb2.PoolShare(pages=engine_pb2.PageCounts(pages=device_pages), share=device_share)  # type: ignore[arg-type]
+    return engine_pb2.RegisterRequest(
+        model=model, layout=layout_to_proto(layout), tenant_salt=tenant_salt, devices=devices, device_pool=pool
+    )
+
+
+@explains_arguments
+def allocate(blocks: int) -> cache_pb2.AllocateRequest:
+    return cache_pb2.AllocateRequest(blocks=blocks)
 
 
 @pytest.mark.parametrize(
@@ -63,8 +81,8 @@ def test_names_the_argument_its_value_and_what_it_takes(named: dict[str, Any], w
 
 @pytest.mark.parametrize("blocks", [-1, 2**32, 1.5, "4"])
 def test_refuses_a_count_that_is_none(blocks: Any) -> None:
-    with pytest.raises(InvalidRequest, match="build_allocate: blocks is"):
-        allocate(1, blocks, False)
+    with pytest.raises(InvalidRequest, match="allocate: blocks is"):
+        allocate(blocks)
 
 
 @pytest.mark.parametrize(
@@ -78,13 +96,13 @@ def test_refuses_a_count_that_is_none(blocks: Any) -> None:
 )
 def test_refuses_an_expectation_that_no_message_takes(expected: Expected, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
-        build_match(1, b"", 0, expected=expected)
-    longest = build_match(1, b"", 0, expected=Expected("a:1", patience=float("inf")))
-    assert longest.expected.patience_ms == (1 << 32) - 1
+        expected_to_proto(expected)
+    longest = expected_to_proto(Expected("a:1", patience=float("inf")))
+    assert longest.patience_ms == (1 << 32) - 1
 
 
 def test_takes_numbers_of_numpy_and_names_that_a_message_takes() -> None:
-    assert allocate(1, np.int64(4), False).blocks == 4  # type: ignore[arg-type]
+    assert allocate(np.int64(4)).blocks == 4  # type: ignore[arg-type]
     assert list(register("m", LAYOUT, device_pages=np.array([3])).device_pool.pages.pages) == [3]  # type: ignore[arg-type]
 
 
@@ -161,10 +179,11 @@ def test_numbers_become_bits_of_bfloat16_rounded_to_the_nearest_even() -> None:
     assert abs(from_bfloat16(bits)[0] - 0.7) < 2**-9
 
 
-def test_a_leases_hasher_has_its_namespace_and_block_size() -> None:
+def test_a_leases_hasher_has_its_namespace_and_block_size(daemon: FakeDaemon) -> None:
     namespace = b"n" * 32
     registration = Registration(1, 0, namespace, (8,), (8,), ("shm-0",), 7, LAYOUT)
-    lease = LeaseView(LeaseRecord(lease_pb2.OpenResponse(lease_id="ab-7"), registration, threading.Event()))
+    with CacheClient(daemon.path) as client:
+        lease = client.open_lease(registration)
     assert bytes(lease.hasher(range(40)).keys) == block_keys(namespace, range(40), 16)
     assert lease.hasher(range(40), [ExtraKey.of_prompt("adapter", b"a")]).keys != lease.hasher(range(40)).keys
     hasher = lease.hasher()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -22,7 +21,6 @@ from cachesvc_client import (
     Retries,
     Timeouts,
 )
-from cachesvc_client.aio import AsyncCacheClient
 from cachesvc_client.layouts.families import opaque
 from kvcache.v1 import cache_pb2
 
@@ -103,23 +101,6 @@ def test_a_registration_of_a_daemon_that_has_gone_opens_no_lease(
     with pytest.raises(NotFound, match="registered with a daemon that has gone; register it again"):
         client.open_lease(stale)
     assert not client.open_lease(client.register("m", LAYOUT)).is_lost
-
-
-async def test_the_awaited_client_is_told_too(daemon: FakeDaemon, successor: FakeDaemon) -> None:
-    async with AsyncCacheClient(daemon.path, retries=RETRIES, timeouts=Timeouts(close_s=1)) as client:
-        lease = await client.open_lease(await client.register("m", LAYOUT))
-        told: list[CacheClientError] = []
-        heard = asyncio.Event()
-        lease.on_lost(told.append)
-        lease.on_lost(lambda _: heard.set())
-        await asyncio.to_thread(daemon.let_go)
-        successor.start()
-        with pytest.raises(DaemonUnavailable):
-            await lease.match(b"")
-        assert lease.is_lost
-        await asyncio.wait_for(heard.wait(), NEVER_S)  # by a beat's thread, which may have met it first
-        assert [type(error) for error in told] == [DaemonUnavailable]
-        assert await client.wait_lost(NEVER_S)
 
 
 def test_a_call_that_meets_nobody_is_the_loss_at_once(daemon: FakeDaemon, client: CacheClient) -> None:

@@ -8,31 +8,24 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
 from cachesvc_client import (
-    AlreadyClosed,
     BlockHasher,
     CacheClient,
-    CacheClientError,
-    Conflict,
     Expected,
     InvalidRequest,
     Lease,
-    LeaseLost,
     LimitExceeded,
-    LoadFailed,
-    Sequence,
     Timeouts,
 )
-from cachesvc_client.aio import AsyncCacheClient
 from cachesvc_client.layouts.families import opaque
 from cachesvc_client.records.sequence_record import SequenceRecord
 from cachesvc_client.records.steps import StepBatch, StepBook
 
-from cachesvc.model.answers import LONGEST_EXPECTED_WAIT_SECONDS, TicketView
+from cachesvc.model.answers import LONGEST_EXPECTED_WAIT_SECONDS
 from cachesvc.model.errors import ErrorCode
 from tests.unit.rigs.client_rig import FakeDaemon, hang_until, refuse
 
@@ -101,6 +94,16 @@ def test_ends_are_told_though_the_daemon_has_no_room_for_the_call_now(daemon: Fa
         assert len(daemon.seen[rpc]) == 3
 
 
+def test_a_rank_is_detached_only_when_no_pool_of_it_is_held(daemon: FakeDaemon, lease: Lease) -> None:
+    first, second = lease.attach(), lease.attach()
+    kept = list(second.planes.values())
+    assert first.close()
+    lease.close()
+    assert not daemon.seen["Detach"]
+    kept.clear()
+    assert second.close()
+
+
 def waits_for_an_answer(thread: int) -> bool:
     """True while a thread is within a call of gRPC's that only waits."""
     frame = sys._current_frames().get(thread)  # noqa: SLF001
@@ -155,19 +158,6 @@ def test_the_wait_for_another_node_is_added_to_the_limit_of_its_call(daemon: Fak
     assert max(left[:2]) < 60 + LONGEST_EXPECTED_WAIT_SECONDS / 2 < left[2]
 
 
-async def test_so_it_is_where_it_is_awaited(daemon: FakeDaemon) -> None:
-    left: list[float] = []
-    async with AsyncCacheClient(daemon.path, timeouts=Timeouts(call_s=60, close_s=1)) as client:
-        lease = await client.open_lease(await client.register("m", LAYOUT))
-        daemon.faults["Match"].append(lambda context: left.append(context.time_remaining()))
-        async with await lease.match(b"", expected=Expected("10.0.0.1:7100")):
-            """It is released."""
-    assert left[0] > 60 + LONGEST_EXPECTED_WAIT_SECONDS / 2
-
-
-FAILED_LOAD = TicketView(1, "failed", "the mover died", None, "load", 1, 1)
-
-
 class Kept(NamedTuple):
     """Handle of a sequence."""
 
@@ -182,65 +172,3 @@ def test_a_step_waits_as_long_as_the_matches_in_it_and_before_it(lease: Lease) -
     batches[2].match(b"", expected=Expected("10.0.0.1:7100"))
     steps = [book.enter(batch) for batch in batches]
     assert [book.waits_until(step) / LONGEST_EXPECTED_WAIT_SECONDS for step in steps] == [1, 1, 2]
-
-
-CALLS: dict[str, Callable[[Sequence], object]] = {
-    "allocate": lambda one: one.allocate(3),
-    "publish": lambda one: one.publish(1, bytes(32)),
-    "recycle": lambda one: one.recycle(1),
-    "swap_out": lambda one: one.swap_out(),
-    "swap_in": lambda one: one.swap_in(),
-    "wait_loaded": lambda one: one.wait_loaded(),
-    "wait_swapped": lambda one: one.wait_swapped(),
-}
-
-
-def fail_a_load(one: Sequence) -> None:
-    with pytest.raises(LoadFailed):
-        one.record.end_loads((FAILED_LOAD,))
-
-
-def release_it(one: Sequence) -> None:
-    one.release()
-
-
-@pytest.mark.parametrize(("change", "expected"), [(fail_a_load, LoadFailed), (release_it, AlreadyClosed)])
-def test_a_sequence_that_ended_says_so_in_each_of_its_calls_and_every_time(
-    lease: Lease, change: Callable[[Sequence], None], expected: type[CacheClientError]
-) -> None:
-    with lease.match(b"") as sequence:
-        sequence.allocate(2)
-        change(sequence)
-        for _ in range(2):
-            for name, call in CALLS.items():
-                with pytest.raises(expected):
-                    call(sequence)
-                assert sequence.record.allocations == 0, name
-
-
-def test_a_lost_lease_is_the_answer_of_each_call_of_its_sequences(lease: Lease) -> None:
-    sequence = lease.match(b"")
-    sequence.allocate(2)
-    lease.record.lose(LeaseLost(lease.id, "it fell silent"))  # what a refused heartbeat does
-    for _ in range(2):
-        for call in CALLS.values():
-            with pytest.raises(LeaseLost):
-                call(sequence)
-
-
-def test_a_swap_that_failed_has_failed_until_the_next_one(daemon: FakeDaemon, lease: Lease) -> None:
-    with lease.match(b"") as sequence:
-        sequence.allocate(2)
-        sequence.record.is_swapped_out = True
-        with pytest.raises(Conflict, match="swap it in first"):
-            sequence.wait_loaded()
-        with pytest.raises(LoadFailed):
-            sequence.record.end_swap((FAILED_LOAD,))
-        for wait in (sequence.wait_swapped, sequence.wait_loaded, sequence.wait_swapped):
-            with pytest.raises(LoadFailed, match="swap it again"):
-                wait()
-        sequence.swap_in()
-        sequence.record.tickets = sequence.record.swap_tickets = ()
-        sequence.wait_swapped()
-        sequence.wait_loaded()
-    assert len(daemon.seen["Swap"]) == 1

@@ -1,13 +1,12 @@
 """Results of each call of a sequence, its lease and its step stream in each state, in every order, from every thread:
-one table, walked for both clients. A state that says no is never forgotten by the handle that reported it."""
+one table. A state that says no is never forgotten by the handle that reported it."""
 
 from __future__ import annotations
 
-import inspect
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,7 +20,6 @@ from cachesvc_client import (
     Retries,
     Timeouts,
 )
-from cachesvc_client.aio import AsyncCacheClient
 from cachesvc_client.core.errors import AlreadyClosed
 from cachesvc_client.layouts.families import opaque
 from kvcache.v1 import common_pb2
@@ -46,11 +44,6 @@ class Handles(NamedTuple):
 
 
 Call = Callable[[Handles], Any]
-
-
-async def done(answer: Any) -> Any:
-    """The answer of a call of either client."""
-    return await answer if inspect.isawaitable(answer) else answer
 
 
 SEQUENCE_CALLS: dict[str, Call] = {
@@ -82,56 +75,56 @@ LEASE_CALLS: dict[str, Call] = {
 }
 
 
-async def fail_load(handles: Handles) -> None:
+def fail_load(handles: Handles) -> None:
     """The load fails, and the engine has waited for it."""
     handles.daemon.ended = [FAILED]
     with pytest.raises(LoadFailed):
-        await done(handles.sequence.wait_loaded(5))
+        handles.sequence.wait_loaded(5)
 
 
-async def refuse_for_failed_load(handles: Handles) -> None:
+def refuse_for_failed_load(handles: Handles) -> None:
     """The load fails, and the daemon says so in the answer to another call."""
     handles.daemon.faults["Publish"].append(refuse(ErrorCode.LOAD_FAILED, "broken wire"))
     handles.daemon.ended = [FAILED]
     with pytest.raises(LoadFailed):
-        await done(handles.sequence.publish(1))
+        handles.sequence.publish(1)
 
 
-async def load_and_lose(handles: Handles) -> None:
+def load_and_lose(handles: Handles) -> None:
     """The load came, and then the lease was lost."""
-    await done(handles.sequence.wait_loaded(5))
+    handles.sequence.wait_loaded(5)
     handles.lease.record.lose(LeaseLost.from_message("it fell silent"))
 
 
-async def lose(handles: Handles) -> None:
+def lose(handles: Handles) -> None:
     """The lease is lost while the load runs."""
     handles.lease.record.lose(LeaseLost.from_message("it fell silent"))
 
 
-async def close(handles: Handles) -> None:
+def close(handles: Handles) -> None:
     """The load came, and then the lease was closed."""
-    await done(handles.sequence.wait_loaded(5))
-    await done(handles.lease.close())
+    handles.sequence.wait_loaded(5)
+    handles.lease.close()
 
 
-async def release(handles: Handles) -> None:
+def release(handles: Handles) -> None:
     """The load came, and then the sequence was released."""
-    await done(handles.sequence.wait_loaded(5))
-    await done(handles.sequence.release())
+    handles.sequence.wait_loaded(5)
+    handles.sequence.release()
 
 
-async def release_later(handles: Handles) -> None:
+def release_later(handles: Handles) -> None:
     """The sequence was released while a launch uses it."""
     handles.lease.launch()
-    assert await done(handles.sequence.release()) == 0
+    assert handles.sequence.release() == 0
 
 
-async def end_daemon(handles: Handles) -> None:
+def end_daemon(handles: Handles) -> None:
     """The load came, and then the daemon went away: what notices it first is any call at all."""
-    await done(handles.sequence.wait_loaded(5))
+    handles.sequence.wait_loaded(5)
     handles.daemon.hang_up()
     lost = handles.client.wait_lost(30)
-    assert await done(lost)
+    assert lost
 
 
 EVERYTHING = {**SEQUENCE_CALLS, **BATCH_CALLS, **LEASE_CALLS}
@@ -150,63 +143,60 @@ TABLE: list[tuple[Callable[[Handles], Any], dict[str, Call], tuple[Kind, ...]]] 
 ]
 
 
-@asynccontextmanager
-async def held(daemon: FakeDaemon, *, awaited: bool) -> AsyncIterator[Handles]:
+@contextmanager
+def held(daemon: FakeDaemon) -> Iterator[Handles]:
     """An engine with a sequence of two blocks, whose load has a ticket that the daemon answers as done."""
     daemon.loads, daemon.ended = [LOADED], [LOADED]
-    kind: Any = AsyncCacheClient if awaited else CacheClient
-    client = kind(daemon.path, timeouts=Timeouts(call_s=30, close_s=5), retries=Retries(attempts=1, pause_s=0.001))
-    await done(client.connect())
-    try:
-        lease = await done(client.open_lease(await done(client.register("m", LAYOUT))))
-        sequence = await done(lease.match(b"k" * 64))
-        await done(sequence.allocate(2))
+    client = CacheClient(
+        daemon.path, timeouts=Timeouts(call_s=30, close_s=5), retries=Retries(attempts=1, pause_s=0.001)
+    )
+    with client:
+        lease = client.open_lease(client.register("m", LAYOUT))
+        sequence = lease.match(b"k" * 64)
+        sequence.allocate(2)
         daemon.loads = []
         yield Handles(daemon, client, lease, sequence, lease.step(stock_pages=4))
-    finally:
-        await done(client.close())
 
 
-@pytest.mark.parametrize("awaited", [False, True], ids=["blocking", "awaited"])
 @pytest.mark.parametrize(("reach", "calls", "kinds"), TABLE, ids=lambda each: getattr(each, "__name__", ""))
-async def test_every_call_says_what_the_state_says_in_every_order(
-    daemon: FakeDaemon, reach: Any, calls: dict[str, Call], kinds: tuple[Kind, ...], *, awaited: bool
+def test_every_call_says_what_the_state_says_in_every_order(
+    daemon: FakeDaemon, reach: Any, calls: dict[str, Call], kinds: tuple[Kind, ...]
 ) -> None:
-    async with held(daemon, awaited=awaited) as handles:
-        await reach(handles)
+    with held(daemon) as handles:
+        reach(handles)
         for first, second in itertools.product(calls, repeat=2):
             for name in (first, second):
                 with pytest.raises(kinds) as said:
-                    await done(calls[name](handles))
+                    calls[name](handles)
                 assert said.type in kinds, f"{name} after {first}"
 
 
-@pytest.mark.parametrize("awaited", [False, True], ids=["blocking", "awaited"])
-async def test_what_came_stays_loaded_and_is_asked_for_once(daemon: FakeDaemon, *, awaited: bool) -> None:
-    async with held(daemon, awaited=awaited) as handles:
+def test_what_came_stays_loaded_and_is_asked_for_once(daemon: FakeDaemon) -> None:
+    with held(daemon) as handles:
         for _ in range(3):
-            await done(handles.sequence.wait_loaded(5))
-            await done(handles.sequence.wait_swapped(5))
+            handles.sequence.wait_loaded(5)
+            handles.sequence.wait_swapped(5)
         assert len(daemon.seen["WaitTickets"]) == 1
-        assert await done(handles.sequence.release()) == 2
+        assert handles.sequence.release() == 2
 
 
-@pytest.mark.parametrize("awaited", [False, True], ids=["blocking", "awaited"])
-async def test_a_swap_that_failed_says_so_until_the_next_one(daemon: FakeDaemon, *, awaited: bool) -> None:
-    async with held(daemon, awaited=awaited) as handles:
+def test_a_swap_that_failed_says_so_until_the_next_one(daemon: FakeDaemon) -> None:
+    with held(daemon) as handles:
         sequence = handles.sequence
-        await done(sequence.swap_out())
+        sequence.swap_out()
         with pytest.raises(Conflict, match="swapped out"):
-            await done(sequence.wait_loaded(5))
+            sequence.wait_loaded(5)
+        with pytest.raises(Conflict, match="swapped out"):
+            _ = sequence.tables
         daemon.loads, daemon.ended = [LOADED], [FAILED]
-        await done(sequence.swap_in())
+        sequence.swap_in()
         for wait in (sequence.wait_loaded, sequence.wait_swapped) * 2:
             with pytest.raises(LoadFailed, match="swap it again"):
-                await done(wait(5))
+                wait(5)
         daemon.ended = [LOADED]
-        await done(sequence.swap_in())
+        sequence.swap_in()
         for wait in (sequence.wait_loaded, sequence.wait_swapped) * 2:
-            await done(wait(5))
+            wait(5)
 
 
 def test_of_many_threads_that_wait_for_a_failed_load_none_is_answered_as_loaded(daemon: FakeDaemon) -> None:

@@ -96,29 +96,6 @@ def test_the_vector_of_the_specification() -> None:
     assert seen == [([(2, 4, b"h0")], 0), ([(-2, 1, b"h0")], 1), ([(0, 4, b"h1")], 2), ([(2, 4, b"h2")], 2)]
 
 
-def test_an_image_counts_where_it_lies_and_no_further() -> None:
-    plain = block_keys(NAMESPACE, TOKENS, 4)
-    ends_at_border = block_keys(NAMESPACE, TOKENS, 4, (ExtraKey(2, 4, b"img"),))
-    starts_at_border = block_keys(NAMESPACE, TOKENS, 4, (ExtraKey(4, 6, b"img"),))
-    assert starts_at_border[:KEY_BYTES] == plain[:KEY_BYTES]
-    assert starts_at_border[KEY_BYTES:] != plain[KEY_BYTES:]
-    assert ends_at_border[:KEY_BYTES] != plain[:KEY_BYTES]
-    second = hashlib.blake2b(
-        ends_at_border[:KEY_BYTES] + struct.pack("<I4I", 4, 5, 6, 7, 8) + struct.pack("<I", 0),
-        digest_size=32,
-        person=b"kv-block",
-    ).digest()
-    assert ends_at_border[KEY_BYTES:] == second
-
-
-def test_other_images_diverge_for_good() -> None:
-    tokens = [7] * 16
-    one = block_keys(NAMESPACE, tokens, 4, (ExtraKey(5, 7, b"cat"),))
-    two = block_keys(NAMESPACE, tokens, 4, (ExtraKey(5, 7, b"dog"),))
-    same = [one[i : i + KEY_BYTES] == two[i : i + KEY_BYTES] for i in range(0, len(one), KEY_BYTES)]
-    assert same == [True, False, False, False]
-
-
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 6)), max_size=6), st.integers(1, 5))
 def test_each_block_gets_the_images_that_overlap_it(gaps: list[tuple[int, int]], block_tokens: int) -> None:
     extras: list[ExtraKey] = []
@@ -135,25 +112,6 @@ def test_each_block_gets_the_images_that_overlap_it(gaps: list[tuple[int, int]],
             for e in extras
             if e.start_token < end and e.end_token > start
         ]
-
-
-def test_an_image_and_an_adapter_on_one_block_are_both_in_its_key() -> None:
-    image, adapter = ExtraKey(1, 3, b"img"), ExtraKey.of_prompt("adapter", b"lora-7")
-    both = block_keys(NAMESPACE, TOKENS, 4, (adapter, image))
-    assert both == block_keys(NAMESPACE, TOKENS, 4, (image, adapter)), "in whatever order they are given"
-    others = [
-        (),
-        (image,),
-        (adapter,),
-        (image, ExtraKey.of_prompt("adapter", b"lora-8")),
-        (image, ExtraKey.of_prompt("tenant", b"lora-7")),
-        (ExtraKey(1, 3, b"dog"), adapter),
-        (ExtraKey(1, 3, b"img", "picture"), adapter),
-    ]
-    keys = [both, *(block_keys(NAMESPACE, TOKENS, 4, extras) for extras in others)]
-    for block in range(2):
-        seen = [key[block * KEY_BYTES : (block + 1) * KEY_BYTES] for key in keys]
-        assert len(set(seen)) == len(seen)
 
 
 def test_named_kinds_follow_the_nameless_one_in_the_order_of_their_names() -> None:
@@ -232,13 +190,6 @@ def test_the_place_of_an_extra_in_its_block_is_in_the_key(
         hasher.extend(tokens[:14])
         tails.append(hasher.tail_key())
     assert tails[0] != tails[1]
-
-
-def test_two_images_in_a_row_are_not_one_of_twice_the_length() -> None:
-    twice, once = (ExtraKey(0, 4, b"A"), ExtraKey(4, 8, b"A")), (ExtraKey(0, 8, b"A"),)
-    tokens = [7] * 8
-    assert block_keys(NAMESPACE, tokens, 4, twice)[:KEY_BYTES] == block_keys(NAMESPACE, tokens, 4, once)[:KEY_BYTES]
-    assert block_keys(NAMESPACE, tokens, 4, twice)[KEY_BYTES:] != block_keys(NAMESPACE, tokens, 4, once)[KEY_BYTES:]
 
 
 SPANS = st.lists(

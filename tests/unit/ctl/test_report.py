@@ -19,7 +19,6 @@ from cachesvc_lab.replay_report import (
     Sample,
     draw_picture,
     gather_columns,
-    merge_samples,
     report_json,
     report_table,
 )
@@ -160,15 +159,6 @@ def test_a_tier_that_is_not_there_has_no_line() -> None:
 def test_a_number_that_cannot_be_is_refused(change: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(change))):
         replace(REPORT, **change)  # type: ignore[arg-type]
-
-
-def test_samples_of_processes_add_up_by_second() -> None:
-    first = [Sample(3, 1, 2, 3, 4, 5, 6), Sample(0, computed=9)]
-    second = [Sample(3, 10, 20, 30, 40, 50, 60), Sample(7, h2d_bytes=8)]
-    merged = merge_samples(first, second)
-    assert merged == (Sample(0, computed=9), Sample(3, 11, 22, 33, 44, 55, 66), Sample(7, h2d_bytes=8))
-    assert merge_samples() == ()
-    assert merged[1].accesses == 11 + 22 + 33 + 44
 
 
 @pytest.mark.parametrize("seconds", [1, 7, MAX_COLUMNS, MAX_COLUMNS + 1, 3600])

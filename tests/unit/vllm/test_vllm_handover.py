@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from cachesvc_client import Expected
-from cachesvc_client.wire.messages import build_match
 from cachesvc_vllm.handover import answer_of, expected_of, hands_over
+
+from cachesvc.wire.convert import expected_to_proto
 
 PROMPT_TOKENS = 110
 PLACE = {"remote_host": "10.0.0.1", "remote_port": 7100}
@@ -69,7 +70,7 @@ def test_what_a_router_says_is_expected_or_ignored(params: Any, expected: Expect
 def test_a_number_of_tokens_that_no_message_holds_is_as_none(tokens: int) -> None:
     expected = expected_of(request({"do_remote_prefill": True, **PLACE, "remote_num_tokens": tokens}), 5.0, 1)
     assert expected is not None
-    assert build_match(1, b"", 0, expected=expected).expected.blocks == 0
+    assert expected_to_proto(expected).blocks == 0
 
 
 def test_a_router_that_asks_for_it_learns_where_the_blocks_are() -> None:

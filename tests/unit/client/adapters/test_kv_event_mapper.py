@@ -7,7 +7,7 @@ import random
 import pytest
 from cachesvc_client import KEY_BYTES, BlockHasher, InvalidRequest, gqa_windowed
 from cachesvc_client.adapters.kv_events import CLEARED, Adapter, Event, KnownTokens, KvEventMapper, hash_of
-from cachesvc_client.records.event_batch import CopyLocation
+from cachesvc_client.events import CopyLocation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,6 +36,11 @@ def hashes(events: list[Event]) -> list[tuple[str, list[int]]]:
 
 def learn(tokens: KnownTokens, first: int, end: int) -> None:
     tokens.learn(b"".join(KEYS[first:end]), TOKENS[first * BLOCK_TOKENS : end * BLOCK_TOKENS], BLOCK_TOKENS)
+
+
+def tokens_of(tokens: KnownTokens, key: bytes) -> list[int] | None:
+    block = tokens.find(key)
+    return block and block.token_ids
 
 
 def test_what_tokens_are_known_of_later_is_announced_then() -> None:
@@ -163,7 +168,7 @@ def test_keys_are_learned_as_hashers_have_them() -> None:
     for keys in (hasher.keys, bytes(hasher.keys), memoryview(hasher.keys)):
         tokens = KnownTokens()
         tokens.learn(keys, TOKENS, BLOCK_TOKENS)
-        assert tokens.of(KEYS[1]) == TOKENS[4:8]
+        assert tokens_of(tokens, KEYS[1]) == TOKENS[4:8]
 
 
 def test_tokens_that_do_not_fill_their_blocks_are_refused() -> None:
@@ -177,7 +182,7 @@ def test_news_that_are_not_taken_stay_bounded() -> None:
     tokens = KnownTokens(limit=2)
     for block in range(6):
         learn(tokens, block, block + 1)
-        assert tokens.of(KEYS[block]) is not None
+        assert tokens.find(KEYS[block]) is not None
     news = tokens.take()
     assert (news.fresh, news.dropped) == (list(KEYS[4:6]), list(KEYS[2:4]))
 
@@ -186,7 +191,7 @@ def test_a_caller_may_use_its_list_again() -> None:
     tokens, mine = KnownTokens(), TOKENS[:4]
     tokens.learn(KEYS[0], mine, BLOCK_TOKENS)
     mine[0] = 0
-    assert tokens.of(KEYS[0]) == TOKENS[:4]
+    assert tokens_of(tokens, KEYS[0]) == TOKENS[:4]
 
 
 @settings(deadline=None)

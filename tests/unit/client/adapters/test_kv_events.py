@@ -28,7 +28,7 @@ from cachesvc_client.adapters.kv_events import (
     wire_batch,
 )
 from cachesvc_client.adapters.zmq_events import END, ZmqPublisher
-from cachesvc_client.records.event_batch import Batch, CopyLocation, Kind, Part, Run
+from cachesvc_client.events import Batch, CopyLocation, Kind, Part, Run
 
 BLOCK_TOKENS = 4
 LAYOUT = opaque(block_bytes=64, block_tokens=BLOCK_TOKENS, layers=1)

@@ -14,21 +14,17 @@ from cachesvc_client import (
     CacheClientError,
     Conflict,
     DaemonUnavailable,
-    DeadlineExceeded,
-    LeaseLost,
-    PoolExhausted,
     Retries,
     Timeouts,
     aio,
 )
 from cachesvc_client.aio import AsyncCacheClient, AsyncSequence
-from cachesvc_client.core.errors import BY_CODE, AlreadyClosed
+from cachesvc_client.core.errors import AlreadyClosed
 from cachesvc_client.layouts.families import opaque
 from kvcache.v1 import cache_pb2
 
 from cachesvc.model.answers import Allocated
-from cachesvc.model.errors import ErrorCode
-from tests.unit.rigs.client_rig import PAGES, FakeDaemon, break_way, cells, hang_until, lose_answer, refuse
+from tests.unit.rigs.client_rig import PAGES, FakeDaemon, break_way, cells, hang_until
 
 LAYOUT = opaque(block_bytes=64, block_tokens=4)
 PROMPT_S = 2.0
@@ -62,41 +58,6 @@ async def test_a_life_from_connect_to_close(daemon: FakeDaemon) -> None:
             assert (await lease.prefetch(b"")).device_blocks == 3
     assert [len(daemon.seen[rpc]) for rpc in ("Release", "Detach", "Close")] == [1, 1, 1]
     assert daemon.seen["Close"][0].quiesced
-
-
-@pytest.mark.parametrize("code", list(ErrorCode))
-async def test_a_refusal_keeps_its_kind(daemon: FakeDaemon, code: ErrorCode) -> None:
-    async with client_of(daemon) as client:
-        lease = await client.open_lease(await client.register("m", LAYOUT))
-        daemon.faults["Prefetch"].append(refuse(code, "what to do"))
-        with pytest.raises(BY_CODE[code], match="what to do"):
-            await lease.prefetch(b"")
-        assert len(daemon.seen["Prefetch"]) == 1
-
-
-async def test_a_broken_way_is_tried_again_with_the_same_request(daemon: FakeDaemon) -> None:
-    async with client_of(daemon) as client:
-        lease = await client.open_lease(await client.register("m", LAYOUT))
-        daemon.faults["Prefetch"] += [break_way, break_way]
-        await lease.prefetch(b"k" * 32)
-        first, *others = daemon.seen["Prefetch"]
-        assert others == [first, first]
-
-
-async def test_a_lost_answer_is_asked_for_again_before_the_next_call(daemon: FakeDaemon) -> None:
-    async with client_of(daemon) as client:
-        lease = await client.open_lease(await client.register("m", LAYOUT))
-        for rpc in ("Match", "Allocate"):
-            daemon.faults[rpc].append(lose_answer)
-        with pytest.raises(DeadlineExceeded):
-            await lease.match(b"")
-        sequence = await lease.match(b"")
-        with pytest.raises(DeadlineExceeded):
-            await sequence.allocate(3)
-        await sequence.publish(2, b"k" * 64)
-        assert sequence.blocks == 3
-        assert daemon.seen["Allocate"][0] == daemon.seen["Allocate"][1]
-        assert [each.sequence_id for each in daemon.seen["Release"]] == [daemon.seen["Match"][0].sequence_id]
 
 
 async def test_the_end_of_the_daemon_ends_calls_steps_and_leases(daemon: FakeDaemon) -> None:
@@ -142,18 +103,6 @@ async def test_an_attach_that_is_cancelled_leaves_nothing_mapped(daemon: FakeDae
         assert not lease.pools
         await lease.close()
         assert len(daemon.seen["Detach"]) == 1
-
-
-async def test_a_rank_is_detached_only_when_no_pool_of_it_is_held(daemon: FakeDaemon) -> None:
-    async with client_of(daemon) as client:
-        lease = await client.open_lease(await client.register("m", LAYOUT))
-        first, second = await lease.attach(), await lease.attach()
-        kept = list(second.planes.values())
-        assert first.close()
-        await lease.close()
-        assert not daemon.seen["Detach"]
-        kept.clear()
-        assert second.close()
 
 
 async def test_a_caller_that_gives_up_is_cancelled_and_not_told_of_a_loss(daemon: FakeDaemon) -> None:
@@ -321,57 +270,3 @@ async def test_steps_carry_growth_and_survive_a_broken_stream(daemon: FakeDaemon
         assert [each.pages for each in daemon.seen["Recycle"][0].pages] == [cells(0, [8]).pages]
         with pytest.raises(AlreadyClosed):
             await stream.send()
-
-
-async def test_a_lone_call_tells_of_growth_first(daemon: FakeDaemon) -> None:
-    async with client_of(daemon) as client:
-        lease = await client.open_lease(await client.register("m", LAYOUT))
-        sequence = await lease.match(b"")
-        stream = lease.step(stock_pages=1)
-        daemon.step_answers.append(Step(stock=[cells(0, [5])]))
-        await stream.submit()
-        sequence.grow_from_stock()
-        daemon.step_answers.append(Step(results=[Result(extend=cache_pb2.ExtendResponse(blocks=1))]))
-        await sequence.publish(1, b"k" * 32)
-        assert len(daemon.seen["Step"]) == 2
-
-
-async def test_a_refused_beat_loses_the_lease(tmp_path: Path) -> None:
-    daemon = FakeDaemon(tmp_path, silence_limit_ms=300)
-    daemon.faults["KeepAlive"].append(break_way)
-    daemon.start()
-    async with client_of(daemon) as client:
-        lease = await client.open_lease(await client.register("m", LAYOUT))
-        told: asyncio.Queue[CacheClientError] = asyncio.Queue()
-        lease.on_lost(told.put_nowait)
-        for _ in range(3):
-            assert await asyncio.to_thread(daemon.beats.acquire, timeout=PROMPT_S)
-        daemon.faults["KeepAlive"].append(refuse(ErrorCode.LEASE_LOST, "it fell silent"))
-        assert isinstance(await asyncio.wait_for(told.get(), PROMPT_S), LeaseLost)
-        with pytest.raises(LeaseLost, match="it fell silent"):
-            await lease.match(b"")
-    daemon.close()
-
-
-async def test_reconnect_registers_anew_and_opens_what_was_open(daemon: FakeDaemon, tmp_path: Path) -> None:
-    async with client_of(daemon) as client:
-        gone = asyncio.Event()
-        client.on_lost(gone.set)
-        kept = await client.open_lease(await client.register("m", LAYOUT))
-        assert await client.reconnect() == (kept,)
-        await asyncio.to_thread(daemon.close)
-        await asyncio.wait_for(gone.wait(), PROMPT_S)
-        with pytest.raises(DaemonUnavailable):
-            await client.reconnect()
-        second = FakeDaemon(tmp_path)
-        second.start()
-        second.faults["Register"].append(refuse(ErrorCode.EXHAUSTED, "came back smaller"))
-        with pytest.raises(PoolExhausted):
-            await client.reconnect()
-        (fresh,) = await client.reconnect()
-        await fresh.match(b"")
-        assert client.connected
-        await client.close()
-        with pytest.raises(AlreadyClosed):
-            await client.connect()
-        await asyncio.to_thread(second.close)

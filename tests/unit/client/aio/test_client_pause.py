@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from pathlib import Path
 
 import pytest
-from cachesvc_client import CacheClient, Retries, Timeouts
-from cachesvc_client.aio import AsyncCacheClient
+from cachesvc_client import CacheClient
 from cachesvc_client.core.errors import AlreadyClosed, InvalidRequest
 from cachesvc_client.layouts.families import opaque
 
@@ -53,15 +51,3 @@ def test_a_pause_is_told_by_the_stream_that_lives(tmp_path: Path) -> None:
         assert pauses(daemon) == [0, 0, 500]
         lease.close()
     daemon.close()
-
-
-async def test_the_awaited_twin_tells_it_too(daemon: FakeDaemon) -> None:
-    timeouts = Timeouts(close_s=1)
-    async with AsyncCacheClient(daemon.path, timeouts=timeouts, retries=Retries(pause_s=0.001)) as client:
-        lease = await client.open_lease(await client.register("m", LAYOUT))
-        assert await asyncio.to_thread(daemon.beats.acquire, timeout=PROMPT_S)
-        await lease.pause_write_backs(0.125)
-        assert await asyncio.to_thread(daemon.beats.acquire, timeout=PROMPT_S)
-        assert pauses(daemon) == [0, 125]
-        with pytest.raises(InvalidRequest, match="at most 1 s"):
-            await lease.pause_write_backs(2)

@@ -20,7 +20,6 @@ from cachesvc_client import (
     Retries,
     Timeouts,
 )
-from cachesvc_client.aio import AsyncCacheClient
 from cachesvc_client.layouts.families import gqa_windowed, opaque
 from cachesvc_client.records.sequence_record import GiveBacks, Launches, SequenceRecord
 from cachesvc_client.records.steps import STEPS_UNDER_WAY
@@ -340,29 +339,3 @@ def test_a_lease_that_closes_with_launches_under_way_is_not_quiesced_unless_told
         lease = client.open_lease(client.register("m", LAYOUT))
         lease.completed(lease.launch())
     assert daemon.seen["Close"][-1].quiesced
-
-
-async def test_the_awaited_client_holds_releases_alike(daemon: FakeDaemon) -> None:
-    async with AsyncCacheClient(daemon.path, retries=Retries(attempts=1, pause_s=0.001)) as client:
-        lease = await client.open_lease(await client.register("m", LAYOUT))
-        first, second, third = [await lease.match(b"") for _ in range(3)]
-        one, two = lease.launch(), lease.launch()
-        assert await first.release(launch=one) == 0
-        assert await second.release() == 0
-        await lease.completed(one)
-        assert released(daemon) == [first.id]
-        with pytest.raises(Conflict, match="launch 2 may still write"):
-            await third.swap_out()
-        assert (await third.recycle(0, launch=one)).pages == 0
-        async with lease.step() as steps:
-            daemon.step_answers.append(Step(results=[Result(release=cache_pb2.ReleaseResponse(freed_pages=1))]))
-            await lease.completed(two)
-            daemon.step_answers.append(Step())
-            await steps.submit()
-        assert in_step(daemon, 0) == ["release"]
-        assert second.is_released
-        lease.launch()
-        await third.release()
-        await lease.close()
-    assert released(daemon) == [first.id]
-    assert not daemon.seen["Close"][0].quiesced

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cachesvc_client import LoadFailed, LoadOutcome
-from cachesvc_client.records.sequence_record import SequenceRecord, lost_tokens
+from cachesvc_client.records.sequence_record import SequenceRecord
 from cachesvc_client.wire.messages import parse_tickets
 from kvcache.v1 import cache_pb2, common_pb2
 
@@ -52,48 +52,48 @@ def loading(layout: Layout = LAYOUT) -> SequenceRecord:
 
 def test_what_loads_did_not_bring_is_all_that_a_lost_ticket_may_have_held(rig: GpuRig) -> None:
     pool = rig.pool()
-    assert not lost_tokens(matched(), [pool], is_lost=True)
+    assert not matched().lost_tokens([pool], is_lost=True)
     record = loading()
-    assert not lost_tokens(record, [pool], is_lost=False)
-    assert lost_tokens(record, [pool], is_lost=True) == range(8, 20)
-    assert lost_tokens(record, [], is_lost=True) == range(8, 20)
-    assert not lost_tokens(record, [], is_lost=False)
+    assert not record.lost_tokens([pool], is_lost=False)
+    assert record.lost_tokens([pool], is_lost=True) == range(8, 20)
+    assert record.lost_tokens([], is_lost=True) == range(8, 20)
+    assert not record.lost_tokens([], is_lost=False)
     rig.write(WORD, 14)
     assert pool.outcome(record.tickets[0]) is LoadOutcome.CAME
-    assert not lost_tokens(record, [pool], is_lost=True)
+    assert not record.lost_tokens([pool], is_lost=True)
     rig.write(FAILED, 14)
-    assert lost_tokens(record, [pool], is_lost=False) == range(8, 20)
+    assert record.lost_tokens([pool], is_lost=False) == range(8, 20)
     pool.close()
-    assert not lost_tokens(record, [pool], is_lost=False)
+    assert not record.lost_tokens([pool], is_lost=False)
     with pytest.raises(LoadFailed):
         record.end_loads(parse_tickets([ticket(common_pb2.TICKET_STATE_FAILED)]))
-    assert lost_tokens(record, [], is_lost=False) == range(8, 20)
+    assert record.lost_tokens([], is_lost=False) == range(8, 20)
 
 
 def test_what_came_for_one_of_two_ranks_is_lost_all_the_same(rig: GpuRig) -> None:
     pool, record = rig.pool(), loading(replace(LAYOUT, ranks=2))
     rig.write(WORD, 14)
     assert pool.outcome(record.tickets[0]) is LoadOutcome.CAME
-    assert lost_tokens(record, [pool], is_lost=True) == range(8, 20)
+    assert record.lost_tokens([pool], is_lost=True) == range(8, 20)
 
 
 def test_a_refusal_that_names_a_failed_load_is_one() -> None:
     record = loading()
     record.publish(6, bytes(32 * 6)).end_with(LoadFailed("load 1 failed"))
-    assert lost_tokens(record, [], is_lost=False) == range(8, 20)
+    assert record.lost_tokens([], is_lost=False) == range(8, 20)
 
 
 def test_what_is_swapped_out_at_the_loss_is_lost_whole_and_what_came_back_is_not() -> None:
     record = loading()
     record.swap_out().apply(cache_pb2.SwapResponse(tickets=[ticket(direction="store")]))
-    assert not lost_tokens(record, [], is_lost=False)
-    assert lost_tokens(record, [], is_lost=True) == range(24)
+    assert not record.lost_tokens([], is_lost=False)
+    assert record.lost_tokens([], is_lost=True) == range(24)
     record.end_swap(parse_tickets([ticket(common_pb2.TICKET_STATE_DONE, "store")]))
     record.swap_in().apply(cache_pb2.SwapResponse(tickets=[ticket()], tables=[cells(0, range(6))]))
-    assert lost_tokens(record, [], is_lost=True) == range(24)
+    assert record.lost_tokens([], is_lost=True) == range(24)
     record.end_swap(parse_tickets([ticket(common_pb2.TICKET_STATE_DONE)]))
     assert not record.tickets
-    assert not lost_tokens(record, [], is_lost=True)
+    assert not record.lost_tokens([], is_lost=True)
 
 
 def test_a_swap_that_failed_to_bring_a_sequence_back_has_lost_nothing_yet() -> None:
@@ -103,8 +103,8 @@ def test_a_swap_that_failed_to_bring_a_sequence_back_has_lost_nothing_yet() -> N
     record.swap_in().apply(cache_pb2.SwapResponse(tickets=[ticket()], tables=[cells(0, range(6))]))
     with pytest.raises(LoadFailed, match="where it was before"):
         record.end_swap(parse_tickets([ticket(common_pb2.TICKET_STATE_FAILED)]))
-    assert not lost_tokens(record, [], is_lost=False)
-    assert lost_tokens(record, [], is_lost=True) == range(24)
+    assert not record.lost_tokens([], is_lost=False)
+    assert record.lost_tokens([], is_lost=True) == range(24)
 
 
 def test_a_rank_speaks_for_its_own_bytes_until_the_whole_load_has_failed(rig: GpuRig) -> None:

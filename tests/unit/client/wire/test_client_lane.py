@@ -44,7 +44,7 @@ def ends() -> Iterator[tuple[BlockingLane, DaemonEnd]]:
 
 
 def blocks_of(lane: BlockingLane, timeout_s: float = 30) -> int:
-    return lane.call(NUMBER, MATCH, REQUEST, timeout_s, ()).device_blocks
+    return lane.call(MATCH, REQUEST, timeout_s, ()).device_blocks
 
 
 def in_thread(work: Callable[[], object]) -> threading.Thread:
@@ -139,7 +139,7 @@ def test_a_daemon_that_writes_before_it_reads_is_read_meanwhile(ends: Ends) -> N
     with pytest.raises(grpc.RpcError):
         blocks_of(lane, 0.01)
     large = cache_pb2.MatchRequest(lease_id="l", keys=b"k" * (4 << 20))
-    assert lane.call(NUMBER, MATCH, large, 30, ()).device_blocks == 4
+    assert lane.call(MATCH, large, 30, ()).device_blocks == 4
     writing.join()
 
 

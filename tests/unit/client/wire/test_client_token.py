@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from cachesvc_client import CacheClient, Credentials, Unauthenticated
-from cachesvc_client.aio import AsyncCacheClient
 from cachesvc_client.layouts.families import opaque
 from cachesvc_client.wire.credentials import Metadata, Proof
 from grpc import Call, RpcError, StatusCode
@@ -116,29 +115,6 @@ def test_beats_and_steps_go_on_under_a_new_token(daemon: FakeDaemon, tmp_path: P
         guard.token = "not in the file"
         with pytest.raises(Unauthenticated):
             stream.submit()
-        daemon.faults.clear()
-
-
-async def test_beats_and_steps_of_the_awaited_client_do_too(daemon: FakeDaemon, tmp_path: Path) -> None:
-    guard = Guard(tmp_path)
-    async with AsyncCacheClient(daemon.path, token_file=str(guard.file)) as client:
-        lease = await client.open_lease(await client.register("m", LAYOUT))
-        guard.rotate("second")
-        daemon.faults["KeepAlive"].extend([guard.check] * 100)
-        beats = len(daemon.seen["KeepAlive"])
-        while not guard.came.is_set() and len(daemon.seen["KeepAlive"]) < beats + 50:
-            await lease.pause_write_backs(0.1)
-            await lease.prefetch(b"")
-        assert guard.came.is_set()
-        assert not lease.is_lost
-        stream = lease.step()
-        guard.rotate("third")
-        daemon.faults["Step"].extend([guard.check] * 100)
-        daemon.step_answers.append(cache_pb2.StepResponse())
-        assert await stream.submit() == []
-        guard.token = "not in the file"
-        with pytest.raises(Unauthenticated):
-            await stream.submit()
         daemon.faults.clear()
 
 

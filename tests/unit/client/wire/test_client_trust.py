@@ -13,7 +13,6 @@ from typing import Any
 import grpc
 import pytest
 from cachesvc_client import CacheClient, Credentials, EventSubscriber, InvalidRequest, UntrustedDaemon, open_remote
-from cachesvc_client.aio import AsyncCacheClient, AsyncEventSubscriber
 from cachesvc_client.core.errors import DaemonUnavailable
 from cachesvc_client.layouts.families import opaque
 from cachesvc_client.wire.credentials import credentials_from
@@ -137,15 +136,6 @@ def test_who_took_the_daemons_place_is_shown_no_token(impostor: tuple[str, list[
         ask(channel)
     with EventSubscriber(path, b"n" * 32, token=TOKEN) as subscriber, pytest.raises(UntrustedDaemon):
         next(subscriber.follow())
-
-
-async def test_nor_by_the_awaited_client(impostor: tuple[str, list[Listener]]) -> None:
-    path, _ = impostor
-    with pytest.raises(UntrustedDaemon):
-        await AsyncCacheClient(path, token=TOKEN).connect()
-    async with AsyncEventSubscriber(path, b"n" * 32, token=TOKEN) as subscriber:
-        with pytest.raises(UntrustedDaemon):
-            await anext(subscriber.follow())
 
 
 def test_where_nobody_listens_the_call_fails_as_ever(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from array import array
 from functools import partial
 
 import pytest
-from cachesvc_client.wire.messages import parse_match
 
 from cachesvc.flows.allocate import allocate
 from cachesvc.flows.match import match
@@ -16,7 +15,7 @@ from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.ledger.tier_copies import NO_ROW
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import KEY_BYTES, NO_PAGE, PageState
-from cachesvc.wire.convert import matched_to_proto
+from cachesvc.wire.convert import cells_from_proto, matched_to_proto
 from tests.unit.ledger.test_costs import LAYOUT, Node, node_of
 from tests.unit.rigs.ledger_rig import chain, one_group, rig_of, serve
 from tests.work import steps_of
@@ -129,4 +128,4 @@ def test_an_answer_is_packed_and_of_its_moment() -> None:
     assert told == array("i", range(4))
     [cells] = matched_to_proto(answer).tables
     assert cells.pages == told.tobytes()
-    assert parse_match(matched_to_proto(answer)).tables[0].pages == told
+    assert cells_from_proto([cells])[0].pages == told
