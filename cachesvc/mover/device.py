@@ -17,13 +17,12 @@ from functools import partial
 
 import numpy as np
 
-from cachesvc.memory.interface import Handle
+from cachesvc.memory.interface import Handle, Slab, SlabBudget
 from cachesvc.memory.timeline import HostTimeline, MappedSheet
-from cachesvc.model.errors import CacheError, LedgerBroken, PoolExhausted, Unavailable
+from cachesvc.model.errors import CacheError, LedgerBroken, Unavailable
 from cachesvc.model.words import CopiesHang, Direction
 from cachesvc.mover import records
 from cachesvc.mover.life import Life
-from cachesvc.mover.peers import SlabOfMover
 from cachesvc.mover.records import MoverFault, Part
 from cachesvc.swap.movers import OnEnd, RankEnd, RankJob
 from cachesvc.swap.planner import Pool
@@ -45,12 +44,12 @@ LINGERING_PAUSE_S = 600.0
 class _State:
     """State of one life, under the lock of the mover. ``fault``: reason why the device does not work now."""
 
+    budget: SlabBudget
     life: Life | None = None
     fault: str = ""
     teller: records.Teller = field(default_factory=records.Teller)
     jobs: dict[int, RankJob] = field(default_factory=dict)
     began: dict[int, float] = field(default_factory=dict)
-    used_bytes: int = 0
     lives: int = 0
 
 
@@ -76,7 +75,7 @@ class DeviceMover:
         self._equip = equip
         self._on_lost = on_lost
         self._on_end: OnEnd | None = None
-        self._now = _State(fault="its mover has not started yet")
+        self._now = _State(SlabBudget(device, capacity_bytes), fault="its mover has not started yet")
         self.started: Future[None] = Future()
         self._goes_on, self._is_late = threading.Event(), False
         self._lock = threading.Lock()
@@ -201,30 +200,22 @@ class DeviceMover:
             raise Unavailable(f"the mover of {self.device} does not work ({fault or 'it is closed'}); try again")
         return life
 
-    def create_slab(self, region: int, size_bytes: int) -> SlabOfMover:
+    def create_slab(self, region: int, size_bytes: int) -> Slab:
         """Zeroed memory under the daemon's number for it. Raises PoolExhausted, Unavailable."""
-        life = self.life()
-        with self._lock:
-            state = self._now
-            pool, most, used = f"device {self.device} (bytes)", self.capacity_bytes, state.used_bytes
-            if not 0 < size_bytes <= (free := most - used):
-                raise PoolExhausted(
-                    pool=pool, wanted=size_bytes, free=free, evictable=0, pinned=used, quarantined=0, capacity=most
-                )
-            state.used_bytes += size_bytes
+        life, state = self.life(), self._now
+        state.budget.take(size_bytes)
         try:
             with self._freeing:
                 told = life.ask("create_slab", region=region, size_bytes=size_bytes)
         except BaseException:
-            with self._lock:
-                state.used_bytes -= size_bytes
+            state.budget.give_back(size_bytes)
             raise
         fd = told.descriptors[0] if told.descriptors else None
         handle = Handle(told.head["kind"], told.body, told.head["size_bytes"])
 
-        def give_back(slab: SlabOfMover) -> None:
+        def give_back(slab: Slab) -> None:
+            state.budget.give_back(size_bytes)
             with self._lock:
-                state.used_bytes -= size_bytes
                 is_alive = self._now is state and state.life is not None
             if is_alive:
                 try:
@@ -233,7 +224,7 @@ class DeviceMover:
                 except (Unavailable, MoverFault) as gone:
                     log.info("mover_slab_gone device=%s reason=%s", self.device, gone)
 
-        return SlabOfMover(region, handle, fd, give_back)
+        return Slab(region, handle, fd, give_back)
 
     def open_sheet(self, number: int) -> None:
         """Words of a model, for this life and those after it. Raises Unavailable, and LedgerBroken where it is open."""
@@ -279,7 +270,8 @@ class DeviceMover:
                 for number, fresh in renewed.items():
                     self.timeline.put(number, fresh)
                 with self._lock:
-                    self._now = _State(life, lives=self._now.lives + 1)
+                    budget = SlabBudget(self.device, self.capacity_bytes)
+                    self._now = _State(budget, life, lives=self._now.lives + 1)
             undo.pop_all()
         for limit in list(self._limits.items()):  # others may come meanwhile
             life.put(records.limit_record(*limit))
@@ -291,7 +283,7 @@ class DeviceMover:
         try:
             self._begin_life(self._live())
         except Exception as refused:  # noqa: BLE001 - the root of a thread: ``started`` has it
-            self._now = _State(fault=str(refused))
+            self._now.fault = str(refused)
             self.started.set_exception(refused)
         else:
             self.started.set_result(None)

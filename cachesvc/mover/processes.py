@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,12 +19,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from cachesvc.memory.host_pool import HostBudget, budget_of
+from cachesvc.memory.interface import Slab, require_inside
 from cachesvc.memory.timeline import HostTimeline
-from cachesvc.model.errors import CacheError, InvalidRequest, NotFound, Unavailable
+from cachesvc.model.errors import CacheError, NotFound, Unavailable
 from cachesvc.model.words import Direction
 from cachesvc.mover.device import DeviceMover
 from cachesvc.mover.life import Begin, Claim, HostChunk, Life, child
-from cachesvc.mover.peers import PeerSlabs, SlabOfMover, at_once
+from cachesvc.mover.peers import PeerSlabs, at_once
 from cachesvc.mover.records import MOST_DESCRIPTORS, MoverFault, Settings
 from cachesvc.swap.movers import OnEnd, RankJob
 from cachesvc.swap.planner import Pool
@@ -149,7 +151,7 @@ class MoverProcesses:
                 log.warning("mover_start_not_waited_for device=%s", mover.device)
             mover.go_on(is_late=is_late)
 
-    def create_slab(self, device: str, size_bytes: int) -> SlabOfMover:
+    def create_slab(self, device: str, size_bytes: int) -> Slab:
         """Zeroed memory, which the movers that reach it can copy from; one that hangs, only when it has answered.
         Raises PoolExhausted (in bytes), Unavailable."""
         self._check_running()
@@ -157,9 +159,11 @@ class MoverProcesses:
         slab = at.create_slab(next(self._regions), size_bytes)
         close = slab.on_close
 
-        def give_back(closed: SlabOfMover) -> None:
+        def give_back(closed: Slab) -> None:
             self._peers.remove(device, closed.region)
             at_once([partial(close, closed)])
+            if closed.fd is not None:
+                os.close(closed.fd)
 
         slab.on_close = give_back
         self._peers.add(device, slab)
@@ -237,8 +241,7 @@ class MoverProcesses:
             chunk, device = self._chunks.get(region), self._peers.device_of(region)
         if chunk is not None:
             view = chunk.view
-            if offset < 0 or size_bytes < 0 or offset + size_bytes > view.nbytes:
-                raise InvalidRequest(f"bytes [{offset}, {offset + size_bytes}) are outside of {view.nbytes} bytes")
+            require_inside(offset, size_bytes, view.nbytes)
             return bytes(view[offset : offset + size_bytes])
         if device is None:
             raise NotFound("region", region, "its slab was closed")

@@ -19,14 +19,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from cachesvc.memory.backend import LocalBackend, PeerCheck, PullHangs
 from cachesvc.memory.extents import map_memfd
 from cachesvc.memory.host_pool import HostBudget, Neighbours
 from cachesvc.memory.interface import Handle, Slab
-from cachesvc.memory.memcpy import CheckedBackend, PeerCheck, PullHangs
 from cachesvc.model.errors import CacheError, NotFound, Unavailable
 from cachesvc.model.words import CopiesHang
 from cachesvc.mover import records
@@ -55,25 +55,12 @@ LANDING_SECONDS, LOOK_SECONDS = 2.0, 0.001
 """Time for which the end waits for copies in flight before it frees memory, and the polling interval, seconds."""
 
 
-class MoverBackend(CheckedBackend, Protocol):
-    """A backend of one device whose words other processes make, and whose copies may read slabs of theirs."""
-
-    def open_sheet(self, device: str, sheet: int, fd: int | None = None) -> None:
-        """Take over a sheet by its descriptor, which stays the caller's."""
-
-    def open_peer(self, handle: Handle, fd: int | None) -> int:
-        """Make another mover's slab copyable; returns its region."""
-
-    def close_peer(self, region: int) -> None:
-        """Undo ``open_peer``."""
-
-
 class Equipment(NamedTuple):
     """Equipment of a mover. ``facts``: known facts of its device, by the names of DeviceStatus. ``measure``: its link's
     figures by name, and the costs of plans on it; None: nothing can be measured. ``costs``: until then.
     ``stores_at_once(begin, seconds)``: bytes a second that it stores meanwhile, as others do."""
 
-    backend: MoverBackend
+    backend: LocalBackend[Any]
     facts: Callable[[], dict[str, Any]]
     measure: Callable[[], tuple[dict[str, Any], LinkCosts]] | None = None
     costs: LinkCosts | None = None
