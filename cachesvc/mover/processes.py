@@ -26,7 +26,7 @@ from cachesvc.model.words import Direction
 from cachesvc.mover.device import DeviceMover
 from cachesvc.mover.life import Begin, Claim, HostChunk, Life, child
 from cachesvc.mover.peers import PeerSlabs, at_once
-from cachesvc.mover.records import MOST_DESCRIPTORS, MoverFault, Settings
+from cachesvc.mover.records import EXPEDITE, MOST_DESCRIPTORS, PAUSE, WAYS, MoverFault, Settings, packed
 from cachesvc.swap.movers import OnEnd, RankJob
 from cachesvc.swap.planner import Pool
 
@@ -229,7 +229,7 @@ class MoverProcesses:
 
     def require_answer(self, device: str) -> None:
         """Ask a device's mover for a sign of life. Raises Unavailable."""
-        self._mover(device).require_answer()
+        self._mover(device).life().require_answer(self._probe_seconds)
 
     def probe(self) -> None:
         """Ask every mover for its device, all at once. Waits for no answer that takes long."""
@@ -318,7 +318,7 @@ class MoverProcesses:
     def listen(self, on_end: OnEnd) -> None:
         """Tell of jobs that end; they are taken from now on."""
         for mover in self._at.values():
-            mover.listen(on_end)
+            mover.on_end = on_end
 
     def stop(self) -> None:
         for mover in self._at.values():
@@ -330,7 +330,7 @@ class MoverProcesses:
 
     def expedite(self, devices: Sequence[str], direction: Direction, ticket: int) -> None:
         for device in devices:
-            self._mover(device).expedite(direction, ticket)
+            self._mover(device).put([packed(EXPEDITE, WAYS.index(direction), ticket)])
 
     def began(self, device: str, ticket: int) -> float | None:
         """Time at which a job's first slice was started."""
@@ -338,7 +338,7 @@ class MoverProcesses:
 
     def pause_background(self, device: str, seconds: float) -> None:
         """Hold back background stores for a while."""
-        self._mover(device).pause_background(seconds)
+        self._mover(device).put([packed(PAUSE, round(seconds * 1e6))])
 
     def forget(self, pools: Sequence[Pool]) -> None:
         for mover in self._at.values():

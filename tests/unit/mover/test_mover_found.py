@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from cachesvc.memory.host_pool import HostBudget
 from cachesvc.model.errors import InvalidRequest, Unavailable
 from cachesvc.mover.life import found
 from cachesvc.mover.processes import MoverProcesses
-from cachesvc.mover.records import ENDS_BYTES, JOBS_BYTES, Channel, MoverGone, Ring, Settings, Writer
+from cachesvc.mover.records import ENDS_BYTES, JOBS_BYTES, Channel, Message, MoverGone, Ring, Settings, Writer
 from cachesvc.mover.server import Equipment, MoverServer
 from cachesvc.swap.engine import SwapEngine
 from tests.contracts.host_gpu import HostGpu
@@ -150,7 +151,8 @@ def test_a_mover_outlives_no_daemon_that_died_in_the_middle_of_a_record() -> Non
     channel = Channel(ours, ours.close)
     channel.ask("hello", 60.0)
     page = HostBudget.make(1)
-    channel.ask("open", 60.0, descriptors=(jobs.fd, ends.fd, page.fd), **Settings("cuda", "GPU-host-0", 1 << 20).told())
+    settings = asdict(Settings("cuda", "GPU-host-0", 1 << 20))
+    channel.ask("open", 60.0, Message(settings, descriptors=(jobs.fd, ends.fd, page.fd)))
     writer = Writer(jobs)
     writer.put([bytes(2 * JOBS_BYTES)])
     ours.close()
