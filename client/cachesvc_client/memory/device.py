@@ -1,6 +1,4 @@
-"""A GPU as the client uses it: the seam at which a test puts one of its own. The real one is in ``cuda_device``, which
-is imported when the first pool on a GPU is attached: nothing else of the client needs a driver.
-"""
+"""A GPU as the client uses it: the seam at which a test puts one of its own. The real one is ``CudaDevice``."""
 
 from __future__ import annotations
 
@@ -65,21 +63,16 @@ class Device(Protocol):
     def close(self) -> None:
         """Leave it. Idempotent."""
 
-    def open_ipc(self, handle: bytes) -> int:
-        """Map memory by its handle; the address. Raises NotSupported that says what to do."""
+    def open_memory(self, handle: bytes, descriptor: int | None, size_bytes: int) -> Any:
+        """Map memory by its descriptor, which may be closed afterwards, else by its handle; ``address`` of the result
+        is where it is. Raises NotSupported that says what to do."""
 
-    def close_ipc(self, address: int) -> None:
-        """Unmap what ``open_ipc`` mapped."""
-
-    def map_fd(self, descriptor: int, size_bytes: int) -> int:
-        """Map memory by its descriptor; the address. Raises NotSupported that says what to do."""
+    def close_memory(self, opened: Any) -> None:
+        """Unmap what ``open_memory`` mapped."""
 
     def map_fd_over(self, descriptor: int, address: int, size_bytes: int) -> None:
-        """Map memory by its descriptor at ``address``, where ``map_fd`` mapped as much that nothing uses any more.
+        """Map memory by its descriptor at ``address``, where ``open_memory`` mapped as much that nothing uses any more.
         Raises NotSupported that says what to do."""
-
-    def unmap(self, address: int, size_bytes: int) -> None:
-        """Unmap what ``map_fd`` mapped."""
 
     def array(self, plane: DevicePlane) -> Any:
         """The plane as an array that indexes and computes. Raises NotSupported where the library for it is missing."""

@@ -36,8 +36,9 @@ from cachesvc_client.core.errors import (
     NotSupported,
 )
 from cachesvc_client.memory import device
+from cachesvc_client.memory.cuda import open_device
 from cachesvc_client.memory.device import Device, DeviceOpener, PlaneView, view_of
-from cachesvc_client.memory.mapping import DEVICE_KINDS, MappedMemory, Memory, memory_of, open_device
+from cachesvc_client.memory.mapping import DEVICE_KINDS, MappedMemory, Memory, memory_of
 from cachesvc_client.memory.stream_waits import StreamWaits, stream_handle
 from cachesvc_client.wire.life import LifeConnection
 

@@ -6,7 +6,7 @@ import mmap
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from cachesvc_client.memory.device import DevicePlane
@@ -28,6 +28,11 @@ class _Shown:
     def __init__(self, plane: DevicePlane) -> None:
         self._plane = plane
         self.__array_interface__ = {**plane.__cuda_array_interface__, "version": 3}
+
+
+class Opened(NamedTuple):
+    address: int
+    size_bytes: int
 
 
 class FakeGpu:
@@ -55,24 +60,20 @@ class FakeGpu:
     def close(self) -> None:
         self.is_started = False
 
-    def open_ipc(self, handle: bytes) -> int:
-        return self._map(self.memory[handle])
-
-    def close_ipc(self, address: int) -> None:
-        self.mapped[address] -= 1
-
-    def map_fd(self, descriptor: int, size_bytes: int) -> int:
+    def open_memory(self, handle: bytes, descriptor: int | None, size_bytes: int) -> Opened:
+        if descriptor is None:
+            return self._map(self.memory[handle])
         return self._map(np.frombuffer(mmap.mmap(descriptor, size_bytes), np.uint8))
+
+    def close_memory(self, opened: Opened) -> None:
+        assert opened.size_bytes == self._views[opened.address].nbytes
+        self.mapped[opened.address] -= 1
 
     def map_fd_over(self, descriptor: int, address: int, size_bytes: int) -> None:
         assert self.mapped[address] > 0
         assert size_bytes == self._views[address].nbytes
-        map_over(address, self.map_fd(descriptor, size_bytes), size_bytes)
+        map_over(address, self.open_memory(b"", descriptor, size_bytes).address, size_bytes)
         self.mapped.subtract([int(self._views.popitem()[0])])
-
-    def unmap(self, address: int, size_bytes: int) -> None:
-        assert size_bytes == self._views[address].nbytes
-        self.mapped[address] -= 1
 
     def array(self, plane: DevicePlane) -> Any:
         assert self.is_started
@@ -100,11 +101,11 @@ class FakeGpu:
         """Nothing is mapped or held any more."""
         return not self.is_started and not any(self.mapped.values()) and not any(self.pinned.values())
 
-    def _map(self, memory: Any) -> int:
+    def _map(self, memory: Any) -> Opened:
         address = int(memory.ctypes.data)
         self._views[address] = memory
         self.mapped[address] += 1
-        return address
+        return Opened(address, memory.nbytes)
 
 
 class GpuRig:
