@@ -303,6 +303,11 @@ class _Wish:
     index_page: IndexPage
     heads: HeadWindows | None
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Arguments of every family."""
+        return {"block_tokens": self.block_tokens, "tensor_parallel": self.tensor_parallel}
+
 
 class _Read(NamedTuple):
     """The layers of the model itself, and how further full ones of the same kind are made."""
@@ -427,17 +432,16 @@ def _deepseek(keys: ConfigKeys, wish: _Wish) -> _Read:
     _refuse_scales(wish)
     layers = keys.number("num_hidden_layers")
     latent = {"kv_lora_rank": keys.number("kv_lora_rank"), "rope_dim": keys.number("qk_rope_head_dim")}
-    shared = {"block_tokens": wish.block_tokens, "tensor_parallel": wish.tensor_parallel}
     dtype = keys.dtype(wish.kv_dtype)
 
     def full(count: int) -> Layout:
-        return mla(layers=count, dtype=dtype, **latent, **shared)
+        return mla(layers=count, dtype=dtype, **latent, **wish.sizes)
 
     windows = _latent_windows(keys, layers)
     if not any(windows):
         return _Read(full(layers), full)
     window_tokens = keys.number("sliding_window")
-    target = mla_windowed(window_layers=windows, window_tokens=window_tokens, dtype=dtype, **latent, **shared)
+    target = mla_windowed(window_layers=windows, window_tokens=window_tokens, dtype=dtype, **latent, **wish.sizes)
     return _Read(target, full)
 
 
@@ -458,19 +462,11 @@ def _deepseek_sparse(keys: ConfigKeys, wish: _Wish) -> _Read:
     _refuse_scales(wish)
     if wish.kv_dtype not in PACKED_DTYPES:
         raise ConfigRejected(f"sparse attention keeps packed fp8 rows, not {wish.kv_dtype}: leave kv_dtype out")
-    rank, rope = keys.number("kv_lora_rank"), keys.number("qk_rope_head_dim")
+    latent = {"kv_lora_rank": keys.number("kv_lora_rank"), "rope_dim": keys.number("qk_rope_head_dim")}
     index = keys.number("index_head_dim")
 
     def full(count: int) -> Layout:
-        return dsa(
-            layers=count,
-            kv_lora_rank=rank,
-            rope_dim=rope,
-            index_head_dim=index,
-            block_tokens=wish.block_tokens,
-            index_page=wish.index_page,
-            tensor_parallel=wish.tensor_parallel,
-        )
+        return dsa(layers=count, index_head_dim=index, index_page=wish.index_page, **latent, **wish.sizes)
 
     return _Read(full(keys.number("num_hidden_layers")), full)
 
@@ -486,45 +482,22 @@ def _gqa_layers(
     window_tokens: int | None = None,
     default_dtype: str | None = None,
 ) -> _Read:
-    dtype = keys.dtype(wish.kv_dtype, default_dtype)
+    shared: dict[str, Any] = {"head_dim": head_dim, "dtype": keys.dtype(wish.kv_dtype, default_dtype), **wish.sizes}
+    shared["scale_dtype"] = wish.scale_dtype
 
     def full(count: int) -> Layout:
-        return gqa(
-            layers=count,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            block_tokens=wish.block_tokens,
-            dtype=dtype,
-            scale_dtype=wish.scale_dtype,
-            tensor_parallel=wish.tensor_parallel,
-        )
+        return gqa(layers=count, kv_heads=kv_heads, **shared)
 
     layers = layers or keys.number("num_hidden_layers")
-    if wish.heads is not None:
-        _check_heads(wish.heads, layers, kv_heads, windows)
-        target = gqa_head_windows(
-            window_heads=wish.heads.marks,
-            head_dim=head_dim,
-            block_tokens=wish.block_tokens,
-            window_tokens=wish.heads.window_tokens,
-            sink_tokens=wish.heads.sink_tokens,
-            dtype=dtype,
-            scale_dtype=wish.scale_dtype,
-            tensor_parallel=wish.tensor_parallel,
-        )
-        return _Read(target, full)
-    if not any(windows):
-        return _Read(full(layers), full)
-    target = gqa_windowed(
-        window_layers=windows,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        block_tokens=wish.block_tokens,
-        window_tokens=window_tokens or keys.number("sliding_window"),
-        dtype=dtype,
-        scale_dtype=wish.scale_dtype,
-        tensor_parallel=wish.tensor_parallel,
-    )
+    if (heads := wish.heads) is not None:
+        _check_heads(heads, layers, kv_heads, windows)
+        reach = {"window_tokens": heads.window_tokens, "sink_tokens": heads.sink_tokens}
+        target = gqa_head_windows(window_heads=heads.marks, **reach, **shared)
+    elif any(windows):
+        shared_window = window_tokens or keys.number("sliding_window")
+        target = gqa_windowed(window_layers=windows, kv_heads=kv_heads, window_tokens=shared_window, **shared)
+    else:
+        target = full(layers)
     return _Read(target, full)
 
 
