@@ -411,23 +411,13 @@ class GpuHealth:
 
 
 class GpuMemory(Protocol):
-    """Device memory that other processes can map: by its 64-byte ``handle``, or by ``fd`` where that is empty."""
+    """Device memory that other processes can map: by its legacy ``handle`` of 64 bytes, or where that is empty by
+    ``fd``, the descriptor of a VMM allocation, open until ``close``. At least the requested bytes."""
 
-    @property
-    def address(self) -> int:
-        """Address of the first byte."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Allocated bytes: at least the requested ones."""
-
-    @property
-    def handle(self) -> bytes:
-        """Legacy IPC handle, or nothing."""
-
-    @property
-    def fd(self) -> int | None:
-        """The descriptor of a VMM allocation, open until ``close``."""
+    address: int
+    size_bytes: int
+    handle: bytes
+    fd: int | None
 
     def close(self) -> None:
         """Give it back, once; mappings of other processes stay valid."""
@@ -466,13 +456,10 @@ class GpuQueue(Protocol):
 class GpuDevice(Protocol):
     """One GPU in this process. Failures raise RuntimeError; memory that is not there, MemoryError."""
 
-    @property
-    def uuid(self) -> str:
-        """Name of the GPU in every container and process."""
-
-    @property
-    def context_bytes(self) -> int:
-        """Device memory that ``start`` took for this process."""
+    uuid: str
+    """Name of the GPU in every container and process."""
+    context_bytes: int
+    """Device memory that ``start`` took for this process."""
 
     def start(self) -> None:
         """Make its context."""

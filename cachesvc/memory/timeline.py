@@ -33,24 +33,20 @@ class MappedSheet:
     def __init__(self, words: int, *, is_shared: bool = False, fd: int | None = None) -> None:
         """``fd``: of words that another process of the daemon's made, which keeps, seals and gives out their file; else
         they are made here. No other process can write them once ``seal`` was called. Raises OSError."""
-        self._writers = Writers() if fd is None else None
-        try:
+        with ExitStack() as undo:
+            self._writers = Writers() if fd is None else None
+            if self._writers is not None:
+                undo.callback(self._writers.close)
             own = new_memfd("kvcache-timeline", words * WORD_BYTES) if fd is None else fd
-        except OSError:
-            self._close_writers()
-            raise
+            if fd is None:
+                undo.callback(os.close, own)
+            self._view = map_memfd(own, words * WORD_BYTES)
+            undo.pop_all()
         self.fd = own if fd is None else None
         self.words = words
         self.handle = Handle("memfd", secrets.token_bytes(TOKEN_BYTES), words * WORD_BYTES)
         self._is_shared = is_shared
         self._is_sealed = False
-        try:
-            self._view = map_memfd(own, words * WORD_BYTES)
-        except OSError:
-            if self.fd is not None:
-                os.close(self.fd)
-            self._close_writers()
-            raise
         self._array = words_of(self._view)
 
     def seal(self) -> None:
@@ -100,9 +96,6 @@ class MappedSheet:
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
-        self._close_writers()
-
-    def _close_writers(self) -> None:
         if self._writers is not None:
             self._writers.close()
 

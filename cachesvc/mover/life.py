@@ -64,7 +64,7 @@ class HostChunk(NamedTuple):
     """Host memory, by its region's number here and its file."""
 
     region: int
-    size_bytes: int
+    view: memoryview
     fd: int
 
 
@@ -192,7 +192,7 @@ class Life:
         return refused
 
     def _learn_batch(self, batch: Sequence[HostChunk]) -> dict[int, Exception]:
-        sizes, files = [(chunk.region, chunk.size_bytes) for chunk in batch], [chunk.fd for chunk in batch]
+        sizes, files = [(chunk.region, chunk.view.nbytes) for chunk in batch], [chunk.fd for chunk in batch]
         try:
             told = self.ask("register_hosts", descriptors=files, chunks=sizes).head["refused_of"]
         except MoverGone:

@@ -14,9 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from cachesvc.memory.host_pool import HostBudget, budget_of
 from cachesvc.memory.interface import Slab, require_inside
@@ -45,11 +45,15 @@ AT_ONCE_AHEAD_S, AT_ONCE_S = 0.75, 0.1
 where there are no huge pages), and for which they do."""
 
 
-class _Chunk(NamedTuple):
-    """Host memory that every mover copies from and to."""
+@dataclass(slots=True, eq=False)
+class _Equipped:
+    """One life of a device's mover: chunks that it has, was asked to take, and refuses, and why."""
 
-    view: memoryview
-    fd: int
+    life: Life
+    has: set[int] = field(default_factory=set)
+    tried: set[int] = field(default_factory=set)
+    lacking: dict[int, str] = field(default_factory=dict)
+    again_at: float = 0.0
 
 
 class MoverProcesses:
@@ -72,16 +76,11 @@ class MoverProcesses:
         self._claim: Claim = tuple
         self._lock = threading.Lock()
         self._regions = itertools.count(1)
-        self._chunks: dict[int, _Chunk] = {}
-        # By device, of the life that its mover has: chunks that it has, was asked to take, and refuses, and why.
-        self._has: dict[str, set[int]] = {}
-        self._tried: dict[str, set[int]] = {}
-        self._lacking: dict[str, dict[int, str]] = {}
-        self._again_at: dict[str, float] = {}
+        self._chunks: dict[int, HostChunk] = {}
+        self._equipped: dict[str, _Equipped] = {}
         self._teaching: set[str] = set()  # devices with a thread that tells them of chunks
         self._on_host: Callable[[str], None] = _no_pool
         self._peers = PeerSlabs(reaches)
-        self._lives: dict[str, Life] = {}
         self._figures: dict[str, dict[str, Any]] = {}
         self._on_lost: Callable[[str, str], None] = _nobody_told
         self._at = {
@@ -201,14 +200,15 @@ class MoverProcesses:
         assert fd is not None, "a mover maps memory files"
         with self._lock:
             region = next(self._regions)
-            self._chunks[region] = _Chunk(buffer, fd)
-            for device in self._lives:
+            self._chunks[region] = HostChunk(region, buffer, fd)
+            for device in self._equipped:
                 self._teach_soon(device)
         return region
 
     def has_host(self, device: str, region: int) -> bool:
         """True where the mover of a device can copy from and to a chunk."""
-        return region in self._has.get(device, ())
+        at = self._equipped.get(device)
+        return at is not None and region in at.has
 
     def tell_hosts(self, on_host: Callable[[str], None]) -> None:
         """Tell ``on_host(device)``, from a thread, when a device has got chunks."""
@@ -216,7 +216,8 @@ class MoverProcesses:
 
     def lacking_hosts(self) -> dict[str, tuple[int, str]]:
         with self._lock:
-            return {device: (len(why), next(reversed(why.values()))) for device, why in self._lacking.items() if why}
+            lacking = {device: list(at.lacking.values()) for device, at in self._equipped.items() if at.lacking}
+        return {device: (len(whys), whys[-1]) for device, whys in lacking.items()}
 
     def limit_copies(self, direction: Direction, bytes_per_second: int) -> None:
         """Set another byte budget for every device."""
@@ -298,7 +299,7 @@ class MoverProcesses:
     def hurry(self) -> None:
         """The daemon stops: wait for no mover that hangs."""
         with self._lock:
-            lives = list(self._lives.values())
+            lives = [at.life for at in self._equipped.values()]
         at_once([life.hurry for life in lives])
 
     def close(self) -> None:
@@ -307,7 +308,7 @@ class MoverProcesses:
         self._running = False
         with self._lock:
             self._chunks.clear()
-            self._lives.clear()
+            self._equipped.clear()
         for slab in self._peers.close():
             slab.close()
         if self._budget is not None:
@@ -353,15 +354,14 @@ class MoverProcesses:
     def _equip(self, device: str, life: Life) -> None:
         """Equip a new life: what comes meanwhile reaches it too, and all of it once."""
         with self._lock:
-            self._lives[device] = life
-            self._has[device], self._tried[device], self._lacking[device] = set(), set(), {}
-            chunks = dict(self._chunks)
+            at = self._equipped[device] = _Equipped(life)
+            chunks = list(self._chunks.values())
         if figures := self._figures.get(device):
             life.ask("plan_by", figures=figures)
-        refused = life.learn_hosts([HostChunk(each, chunk.view.nbytes, chunk.fd) for each, chunk in chunks.items()])
+        refused = life.learn_hosts(chunks)
         if refused and (fault := life.probe(self._probe_seconds)):
             raise Unavailable(f"{device} cannot take host memory: {fault}")
-        self._note_chunks(device, life, list(chunks), refused)
+        self._note_chunks(device, at, chunks, refused)
         self._peers.begin(device, life)
 
     def _teach_soon(self, device: str) -> None:
@@ -375,15 +375,14 @@ class MoverProcesses:
         """Root of a thread: until the device has been asked for all chunks that there are."""
         while True:
             with self._lock:
-                life = self._lives.get(device)
-                due = [] if life is None else [each for each in self._chunks if each not in self._tried[device]]
-                due = due[:MOST_DESCRIPTORS]
-                chunks = [HostChunk(each, self._chunks[each].view.nbytes, self._chunks[each].fd) for each in due]
-                if life is None or not due:
+                at = self._equipped.get(device)
+                due = [] if at is None else [each for each in self._chunks.values() if each.region not in at.tried]
+                if at is None or not due:
                     self._teaching.discard(device)
                     return
+            due = due[:MOST_DESCRIPTORS]
             try:
-                refused = life.learn_hosts(chunks)
+                refused = at.life.learn_hosts(due)
             except (CacheError, MoverFault) as gone:  # its next life gets all of them first
                 log.info("mover_chunk_not_told device=%s reason=%s", device, gone)
                 with self._lock:
@@ -391,21 +390,23 @@ class MoverProcesses:
                 return
             if refused:
                 self._at[device].probe()  # of a GPU that broke a new mover asks again
-            self._note_chunks(device, life, due, refused)
+            self._note_chunks(device, at, due, refused)
 
-    def _note_chunks(self, device: str, life: Life, regions: Sequence[int], refused: dict[int, Exception]) -> None:
+    def _note_chunks(
+        self, device: str, at: _Equipped, chunks: Sequence[HostChunk], refused: dict[int, Exception]
+    ) -> None:
         """A life of a mover has taken chunks, or refused some of them, for which it is asked again later."""
+        regions = {chunk.region for chunk in chunks}
         with self._lock:
-            if self._lives.get(device) is not life:
+            if self._equipped.get(device) is not at:
                 return
-            lacking, is_first = self._lacking[device], not self._lacking[device]
-            self._tried[device].update(regions)
-            self._has[device].update(each for each in regions if each not in refused)
-            for each in regions:
-                lacking.pop(each, None)
-            lacking.update({each: str(why) for each, why in refused.items()})
+            is_first = not at.lacking
+            at.tried |= regions
+            at.has |= regions - refused.keys()
+            at.lacking = {each: why for each, why in at.lacking.items() if each not in regions}
+            at.lacking |= {each: str(why) for each, why in refused.items()}
             if refused:
-                self._again_at[device] = time.monotonic() + REFUSED_AGAIN_S
+                at.again_at = time.monotonic() + REFUSED_AGAIN_S
         if refused and is_first:
             why = next(iter(refused.values()))
             log.warning("mover_chunk_refused device=%s chunks=%d reason=%s", device, len(refused), why)
@@ -413,10 +414,10 @@ class MoverProcesses:
 
     def _try_refused_again(self, device: str) -> None:
         with self._lock:
-            lacking = self._lacking.get(device)
-            if lacking and device in self._lives and time.monotonic() >= self._again_at[device]:
-                self._again_at[device] = time.monotonic() + REFUSED_AGAIN_S
-                self._tried[device] -= lacking.keys()
+            at = self._equipped.get(device)
+            if at is not None and at.lacking and time.monotonic() >= at.again_at:
+                at.again_at = time.monotonic() + REFUSED_AGAIN_S
+                at.tried -= at.lacking.keys()
                 self._teach_soon(device)
 
     def _probe(self, device: str) -> None:
@@ -433,9 +434,7 @@ class MoverProcesses:
 
     def _lost(self, device: str, why: str) -> None:
         with self._lock:
-            self._lives.pop(device, None)
-            for known in (self._has, self._lacking):
-                known.pop(device, None)
+            self._equipped.pop(device, None)
         self._peers.end(device)
         self._on_lost(device, why)
 

@@ -32,10 +32,7 @@ CANNOT_MAP = {
 class CudaDevice:
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
-
-    @property
-    def ordinal(self) -> int:
-        return self._gpu.facts.ordinal
+        self.ordinal = gpu.facts.ordinal
 
     def start(self) -> None:
         with failures(f"{self._gpu.uuid} could not be joined"):

@@ -53,9 +53,8 @@ class DevicePlane:
 class Device(Protocol):
     """One GPU in this process. Where nothing else is said, calls raise GpuFailed."""
 
-    @property
-    def ordinal(self) -> int:
-        """Number of the GPU in this process."""
+    ordinal: int
+    """Number of the GPU in this process."""
 
     def start(self) -> None:
         """Join the context that the engine's frameworks use."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import os
 import signal
 import socket
@@ -27,19 +26,10 @@ from cachesvc.mover.life import found
 from cachesvc.mover.processes import MoverProcesses
 from cachesvc.mover.records import ENDS_BYTES, JOBS_BYTES, Channel, Message, MoverGone, Ring, Settings, Writer
 from cachesvc.mover.server import Equipment, MoverServer
-from cachesvc.swap.engine import SwapEngine
 from tests.contracts.host_gpu import HostGpu
 from tests.e2e.rig import wait_until
-from tests.unit.mover.mover_rig import Heard
-from tests.unit.rigs.swap_rig import LOAD, REPLICA, Rig, attach_replica, mixed_layout
-
-
-@pytest.fixture
-def heard() -> Iterator[Heard]:
-    handler, log = Heard(), logging.getLogger("cachesvc.mover.device")
-    log.addHandler(handler)
-    yield handler
-    log.removeHandler(handler)
+from tests.unit.mover.mover_rig import Heard, engine_on
+from tests.unit.rigs.swap_rig import LOAD, REPLICA, attach_replica
 
 
 def test_a_mover_that_was_started_by_hand_is_found_by_its_socket(tmp_path: Path) -> None:
@@ -88,10 +78,7 @@ def test_a_mover_that_was_started_by_hand_and_hangs_is_ended(tmp_path: Path, hea
         settings = Settings("shm", "shm-0", 1 << 20, timeline_words=64)
         movers = MoverProcesses([settings], __version__, begins=[lambda: found(path)], probe_seconds=0.2)
         movers.start()
-        rig = Rig(mixed_layout(1), movers)
-        rig.engine = SwapEngine(movers, rig.done)
-        rig.engine.start()
-        rig.add_hosts()
+        rig = engine_on(movers)
         attach_replica(rig, REPLICA)
         os.kill(mover.pid, signal.SIGSTOP)
         rig.move(LOAD, (0, [1], [1]))

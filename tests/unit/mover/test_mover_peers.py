@@ -25,7 +25,7 @@ from cachesvc.mover.processes import MoverProcesses
 from cachesvc.mover.records import Settings
 from cachesvc.mover.server import Equipment, MoverServer
 from tests.e2e.rig import wait_until
-from tests.unit.mover.mover_rig import Heard, heard_from
+from tests.unit.mover.mover_rig import Heard
 
 SOURCE, TARGET, OTHER = "shm-0", "shm-1", "shm-2"
 OFFSET = STAMP_BYTES // 2
@@ -163,12 +163,6 @@ class Pair:
 
     def kill_source(self) -> None:
         os.kill(self.movers.mover_pids()[SOURCE], signal.SIGKILL)
-
-
-@pytest.fixture
-def heard() -> Iterator[Heard]:
-    with heard_from("cachesvc.mover.device") as handler:
-        yield handler
 
 
 @pytest.fixture
