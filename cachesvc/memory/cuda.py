@@ -365,35 +365,32 @@ log = logging.getLogger(__name__)
 
 
 class GpuHealth:
+    """``reason``: why the GPU no longer works; empty while it does."""
+
     def __init__(self, uuid: str) -> None:
         self._uuid = uuid
-        self._reason = ""
+        self.reason = ""
         self.hangs = False
         self._lock = threading.Lock()
 
     def broke(self, error: Exception) -> None:
         """The GPU does not work any more; the first ``error`` is the reason."""
         with self._lock:
-            is_news = not self._reason
-            self._reason = self._reason or str(error) or type(error).__name__
+            is_news = not self.reason
+            self.reason = self.reason or str(error) or type(error).__name__
         if is_news:
-            log.error("gpu_broken device=%s reason=%s", self._uuid, self._reason)
+            log.error("gpu_broken device=%s reason=%s", self._uuid, self.reason)
 
     def hung(self, why: str) -> None:
         """Note that the GPU does not answer any more."""
         self.hangs = True
         self.broke(RuntimeError(why))
 
-    @property
-    def reason(self) -> str:
-        """Reason why the GPU no longer works; empty while it does."""
-        return self._reason
-
     def check(self) -> None:
         """Raise Unavailable once the GPU has broken."""
-        if self._reason:
+        if self.reason:
             raise Unavailable(
-                f"GPU {self._uuid} no longer works for this daemon ({self._reason}); recompute, and restart the daemon"
+                f"GPU {self._uuid} no longer works for this daemon ({self.reason}); recompute, and restart the daemon"
             )
 
     def attempt(self, call: Callable[[], object]) -> None:

@@ -362,7 +362,7 @@ def layout_of_config(
 def _llama(keys: ConfigKeys, wish: _Wish) -> _Read:
     """Llama 3.1; without ``num_key_value_heads`` every query head has its own."""
     kv_heads = keys.find_number("num_key_value_heads") or keys.number("num_attention_heads")
-    return _gqa_layers(keys, wish, kv_heads, _head_dim(keys), ())
+    return _gqa_layers(keys, wish, kv_heads=kv_heads)
 
 
 def _plain(keys: ConfigKeys, wish: _Wish) -> _Read:
@@ -378,10 +378,6 @@ def _plain(keys: ConfigKeys, wish: _Wish) -> _Read:
     return _llama(keys, wish)
 
 
-def _ernie(keys: ConfigKeys, wish: _Wish) -> _Read:
-    return _gqa_layers(keys, wish, keys.number("num_key_value_heads"), _head_dim(keys), ())
-
-
 def _qwen3(keys: ConfigKeys, wish: _Wish) -> _Read:
     """Qwen 3: layers from ``max_window_layers`` on have a window, where ``use_sliding_window`` is on."""
     layers = keys.number("num_hidden_layers")
@@ -389,18 +385,14 @@ def _qwen3(keys: ConfigKeys, wish: _Wish) -> _Read:
     if windows is None and keys.find("use_sliding_window"):
         first = keys.number("max_window_layers")
         windows = tuple(layer >= first for layer in range(layers))
-    return _gqa_layers(keys, wish, keys.number("num_key_value_heads"), _head_dim(keys), windows or ())
+    return _gqa_layers(keys, wish, windows or ())
 
 
 def _mistral(keys: ConfigKeys, wish: _Wish) -> _Read:
     """Mistral and Mixtral: all layers have a window where ``sliding_window`` is set, as in Mistral 7B 0.1."""
     layers = keys.number("num_hidden_layers")
     windows = (True,) * layers if keys.find_number("sliding_window") else ()
-    return _gqa_layers(keys, wish, keys.number("num_key_value_heads"), _head_dim(keys), windows)
-
-
-def _gemma3(keys: ConfigKeys, wish: _Wish) -> _Read:
-    return _gemma3_text(keys.inner("text_config"), wish)
+    return _gqa_layers(keys, wish, windows)
 
 
 def _gemma3_text(keys: ConfigKeys, wish: _Wish) -> _Read:
@@ -412,7 +404,7 @@ def _gemma3_text(keys: ConfigKeys, wish: _Wish) -> _Read:
         windows = tuple((layer + 1) % pattern != 0 for layer in range(layers))
     window_tokens = keys.number("sliding_window")
     kv_heads, head_dim = keys.number("num_key_value_heads", 4), keys.number("head_dim", 256)
-    return _gqa_layers(keys, wish, kv_heads, head_dim, windows, layers=layers, window_tokens=window_tokens)
+    return _gqa_layers(keys, wish, windows, kv_heads=kv_heads, head_dim=head_dim, window_tokens=window_tokens)
 
 
 def _gpt_oss(keys: ConfigKeys, wish: _Wish) -> _Read:
@@ -422,7 +414,8 @@ def _gpt_oss(keys: ConfigKeys, wish: _Wish) -> _Read:
     if windows is None:
         raise ConfigKeyMissing("gpt_oss", "layer_types")
     kv_heads = keys.number("num_key_value_heads")
-    return _gqa_layers(keys, wish, kv_heads, keys.number("head_dim"), windows, default_dtype="bfloat16")
+    head_dim = keys.number("head_dim")
+    return _gqa_layers(keys, wish, windows, kv_heads=kv_heads, head_dim=head_dim, default_dtype="bfloat16")
 
 
 def _deepseek(keys: ConfigKeys, wish: _Wish) -> _Read:
@@ -474,21 +467,22 @@ def _deepseek_sparse(keys: ConfigKeys, wish: _Wish) -> _Read:
 def _gqa_layers(
     keys: ConfigKeys,
     wish: _Wish,
-    kv_heads: int,
-    head_dim: int,
-    windows: tuple[bool, ...],
+    windows: tuple[bool, ...] = (),
     *,
-    layers: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
     window_tokens: int | None = None,
     default_dtype: str | None = None,
 ) -> _Read:
+    kv_heads = kv_heads or keys.number("num_key_value_heads")
+    head_dim = head_dim or _head_dim(keys)
     shared: dict[str, Any] = {"head_dim": head_dim, "dtype": keys.dtype(wish.kv_dtype, default_dtype), **wish.sizes}
     shared["scale_dtype"] = wish.scale_dtype
 
     def full(count: int) -> Layout:
         return gqa(layers=count, kv_heads=kv_heads, **shared)
 
-    layers = layers or keys.number("num_hidden_layers")
+    layers = keys.number("num_hidden_layers")
     if (heads := wish.heads) is not None:
         _check_heads(heads, layers, kv_heads, windows)
         reach = {"window_tokens": heads.window_tokens, "sink_tokens": heads.sink_tokens}
@@ -546,9 +540,9 @@ READERS: dict[str, Callable[[ConfigKeys, _Wish], _Read]] = {
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
     "deepseek_v32": _deepseek_sparse,
-    "ernie4_5": _ernie,
-    "ernie4_5_moe": _ernie,
-    "gemma3": _gemma3,
+    "ernie4_5": _gqa_layers,
+    "ernie4_5_moe": _gqa_layers,
+    "gemma3": lambda keys, wish: _gemma3_text(keys.inner("text_config"), wish),
     "gemma3_text": _gemma3_text,
     "gpt_oss": _gpt_oss,
     "granite": _llama,
