@@ -39,8 +39,6 @@ LOOK_S = 2.0
 
 @dataclass
 class CudaGpu(Device):
-    """A GPU at work."""
-
     gpu: GpuDevice
     queues: list[GpuQueue]
     health: GpuHealth

@@ -305,7 +305,6 @@ class _Wish:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Arguments of every family."""
         return {"block_tokens": self.block_tokens, "tensor_parallel": self.tensor_parallel}
 
 

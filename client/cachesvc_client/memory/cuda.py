@@ -30,11 +30,16 @@ CANNOT_MAP = {
 
 
 class CudaDevice:
+    """One GPU in this process; tests have one of their own. Where nothing else is said, calls raise GpuFailed.
+
+    ``ordinal``: number of the GPU in this process."""
+
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         self.ordinal = gpu.facts.ordinal
 
     def start(self) -> None:
+        """Join the context that the engine's frameworks use."""
         with failures(f"{self._gpu.uuid} could not be joined"):
             self._gpu.start()
 
@@ -43,6 +48,8 @@ class CudaDevice:
             self._gpu.close()
 
     def open_memory(self, handle: bytes, descriptor: int | None, size_bytes: int) -> DeviceMemory:
+        """Map memory by its descriptor, which may be closed afterwards, else by its handle. Raises NotSupported that
+        says what to do."""
         with self._mapping():
             return self._gpu.open_memory(handle, descriptor, size_bytes)
 
@@ -51,12 +58,13 @@ class CudaDevice:
             opened.close()
 
     def map_fd_over(self, descriptor: int, address: int, size_bytes: int) -> None:
-        """Map memory by its descriptor in the place of older memory."""
+        """Map memory by its descriptor at ``address``, where ``open_memory`` mapped as much that nothing uses any more.
+        Raises NotSupported that says what to do."""
         with self._mapping(), self._gpu.current() as cuda:
             map_fd_over(cuda, self.ordinal, descriptor, address, size_bytes)
 
     def array(self, plane: DevicePlane) -> Any:
-        """A CuPy array, which holds the plane's owner."""
+        """A CuPy array, which holds the plane's owner. Raises NotSupported without CuPy."""
         try:
             import cupy
         except ImportError as missing:
@@ -71,6 +79,7 @@ class CudaDevice:
             return cupy.ndarray(placed.shape, placed.dtype, memptr=start, strides=placed.strides)
 
     def wait_word(self, stream: int, address: int, target: int) -> None:
+        """Have a stream wait until the word is at or past ``target``, cyclically. Raises InvalidRequest (stream)."""
         try:
             self._gpu.wait_word(stream, address, target)
         except CudaError as error:
@@ -81,6 +90,7 @@ class CudaDevice:
             raise GpuFailed(f"{self._gpu.uuid} took no wait: {error}", error.code) from error
 
     def pin(self, address: int, size_bytes: int) -> int:
+        """Let streams reach host memory of this process; the address at which they do."""
         with failures("the timeline could not be pinned"):
             self._gpu.register_host(address, size_bytes)
             try:
@@ -90,6 +100,7 @@ class CudaDevice:
                 raise
 
     def unpin(self, address: int) -> None:
+        """Undo ``pin``; no stream waits there any more."""
         with failures("the timeline could not be unpinned"):
             self._gpu.unregister_host(address)
 

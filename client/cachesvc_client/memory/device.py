@@ -1,11 +1,10 @@
-"""A GPU as the client uses it: the seam at which a test puts one of its own. The real one is ``CudaDevice``."""
+"""Planes of the daemon's memory as arrays: their places, and what NumPy, CuPy, torch and paddle take of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,46 +47,6 @@ class DevicePlane:
             "version": 3,
             "stream": None,
         }
-
-
-class Device(Protocol):
-    """One GPU in this process. Where nothing else is said, calls raise GpuFailed."""
-
-    ordinal: int
-    """Number of the GPU in this process."""
-
-    def start(self) -> None:
-        """Join the context that the engine's frameworks use."""
-
-    def close(self) -> None:
-        """Leave it. Idempotent."""
-
-    def open_memory(self, handle: bytes, descriptor: int | None, size_bytes: int) -> Any:
-        """Map memory by its descriptor, which may be closed afterwards, else by its handle; ``address`` of the result
-        is where it is. Raises NotSupported that says what to do."""
-
-    def close_memory(self, opened: Any) -> None:
-        """Unmap what ``open_memory`` mapped."""
-
-    def map_fd_over(self, descriptor: int, address: int, size_bytes: int) -> None:
-        """Map memory by its descriptor at ``address``, where ``open_memory`` mapped as much that nothing uses any more.
-        Raises NotSupported that says what to do."""
-
-    def array(self, plane: DevicePlane) -> Any:
-        """The plane as an array that indexes and computes. Raises NotSupported where the library for it is missing."""
-
-    def wait_word(self, stream: int, address: int, target: int) -> None:
-        """Have a stream wait until the word is at or past ``target``, cyclically. Raises InvalidRequest (stream)."""
-
-    def pin(self, address: int, size_bytes: int) -> int:
-        """Let streams reach host memory of this process; the address at which they do."""
-
-    def unpin(self, address: int) -> None:
-        """Undo ``pin``; no stream waits there any more."""
-
-
-DeviceOpener = Callable[[str], Device]
-"""Finds a GPU by its UUID. Raises NotSupported that says what to do."""
 
 
 class PlaneView(NamedTuple):

@@ -22,7 +22,8 @@ import numpy.typing as npt
 from kvcache.v1 import common_pb2
 
 from cachesvc_client.core.errors import AlreadyClosed, DaemonFault, NotSupported
-from cachesvc_client.memory.device import Device, DevicePlane, PlaneView
+from cachesvc_client.memory.cuda import CudaDevice
+from cachesvc_client.memory.device import DevicePlane, PlaneView
 
 FdSource = Callable[[bytes], int]
 """Fetches the descriptor behind a handle's token."""
@@ -153,10 +154,10 @@ class ArrayOwner:
     __slots__ = ("__weakref__",)
 
 
-class GpuMemory(Memory):
+class DeviceMapping(Memory):
     """Memory on a GPU. The driver counts the openings of one IPC handle in a process, and so may two pools."""
 
-    def __init__(self, handle: common_pb2.MemoryHandle, fetch_fd: FdSource, device: Device) -> None:
+    def __init__(self, handle: common_pb2.MemoryHandle, fetch_fd: FdSource, device: CudaDevice) -> None:
         super().__init__(handle, fetch_fd)
         self._device = device
 
@@ -191,11 +192,11 @@ class GpuMemory(Memory):
         self._device.close_memory(self._opened)
 
 
-def memory_of(handle: common_pb2.MemoryHandle, fetch_fd: FdSource, device: Device | None) -> Memory:
+def memory_of(handle: common_pb2.MemoryHandle, fetch_fd: FdSource, device: CudaDevice | None) -> Memory:
     """The mapping for a kind of handle, writable. Raises NotSupported for a kind that this client does not know."""
     if handle.kind in DEVICE_KINDS:
         assert device is not None
-        return GpuMemory(handle, fetch_fd, device)
+        return DeviceMapping(handle, fetch_fd, device)
     if handle.kind == "memfd":
         return MappedMemory(handle, fetch_fd, protection=mmap.PROT_READ | mmap.PROT_WRITE)
     raise NotSupported(

@@ -36,8 +36,8 @@ from cachesvc_client.core.errors import (
     NotSupported,
 )
 from cachesvc_client.memory import device
-from cachesvc_client.memory.cuda import open_device
-from cachesvc_client.memory.device import Device, DeviceOpener, PlaneView, view_of
+from cachesvc_client.memory.cuda import CudaDevice, open_device
+from cachesvc_client.memory.device import PlaneView, view_of
 from cachesvc_client.memory.mapping import DEVICE_KINDS, MappedMemory, Memory, memory_of
 from cachesvc_client.memory.stream_waits import StreamWaits, stream_handle
 from cachesvc_client.wire.life import LifeConnection
@@ -76,7 +76,7 @@ class AttachedPool:
         attached: engine_pb2.AttachResponse,
         life: LifeConnection,
         detach: Callable[[], object],
-        opener: DeviceOpener = open_device,
+        opener: Callable[[str], CudaDevice] = open_device,
     ) -> None:
         self.layout = layout
         self.rank = rank
@@ -86,7 +86,7 @@ class AttachedPool:
         self._detach = detach
         self._attached = attached
         self._opener = opener
-        self._gpu: Device | None = None
+        self._gpu: CudaDevice | None = None
         self._memories: list[Memory] = []
         self._slabs: dict[str, Memory] = {}
         self._planes = PoolPlanes(layout, self._show)

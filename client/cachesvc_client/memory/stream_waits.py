@@ -19,7 +19,7 @@ import threading
 from cachesvc.model.futex import WORD_BYTES, Words, store_and_wake
 from cachesvc.model.words import TimelineSlot, has_reached
 from cachesvc_client.core.errors import AlreadyClosed, DaemonFault, DaemonUnavailable
-from cachesvc_client.memory.device import Device
+from cachesvc_client.memory.cuda import CudaDevice
 
 PRUNE_AT = 64
 """Pending slots at which those that ended are looked for; there are never more than the timeline has."""
@@ -37,7 +37,7 @@ close. (The driver refuses to pin what comes to lie at an address that it still 
 class StreamWaits:
     """The waits of one pool. ``words``: the timeline, writable, which stays mapped until ``close`` has said True."""
 
-    def __init__(self, device: Device, words: Words, again_s: tuple[float, ...] = AGAIN_S) -> None:
+    def __init__(self, device: CudaDevice, words: Words, again_s: tuple[float, ...] = AGAIN_S) -> None:
         self._device = device
         self._words = words
         self._again_s = again_s
