@@ -11,6 +11,6 @@ from tests.unit.mover.mover_rig import Heard, heard_from
 
 @pytest.fixture
 def heard() -> Iterator[Heard]:
-    """What the daemon's side of a mover logs."""
+    """Listener of the log of the daemon's side of movers."""
     with heard_from("cachesvc.mover.device") as handler:
         yield handler
