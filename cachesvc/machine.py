@@ -66,6 +66,11 @@ def look(config: Config, root: Path = ROOT) -> list[Finding]:
     return [finding for each in looks for finding in each]
 
 
+def _judged(subject: str, found: str, state: str, remedy: str, *, is_fine: bool) -> Finding:
+    """``state`` and ``remedy`` are for what is not enough."""
+    return Finding(subject, OK, found) if is_fine else Finding(subject, state, found, remedy)
+
+
 def is_ready(findings: list[Finding]) -> bool:
     """True where nothing that a start needs is missing."""
     return all(finding.state != MISSING for finding in findings)
@@ -74,10 +79,8 @@ def is_ready(findings: list[Finding]) -> bool:
 def _versions() -> Iterator[Finding]:
     here = sys.version_info[:2]
     said = f"cachesvc {__version__} on Python {platform.python_version()}"
-    if EARLIEST_PYTHON <= here <= LATEST_PYTHON:
-        yield Finding("versions", OK, said)
-    else:
-        yield Finding("versions", WARNING, said, "it is tested with Python 3.11 to 3.13")
+    is_tested = EARLIEST_PYTHON <= here <= LATEST_PYTHON
+    yield _judged("versions", said, WARNING, "it is tested with Python 3.11 to 3.13", is_fine=is_tested)
     for extra, modules in PACKAGES.items():
         lacking = [module for module in modules if find_spec(module.partition(".")[0]) is None]
         if lacking:
@@ -90,12 +93,9 @@ def _versions() -> Iterator[Finding]:
 
 
 def _kernel() -> Iterator[Finding]:
-    release = platform.release()
-    if _kernel_numbers() >= KERNEL_OF_PIDFDS:
-        yield Finding("kernel", OK, f"Linux {release}")
-    else:
-        remedy = "an engine in another pod that ends is noticed after lease_seconds, with 6.5 and later at once"
-        yield Finding("kernel", WARNING, f"Linux {release}", remedy)
+    remedy = "an engine in another pod that ends is noticed after lease_seconds, with 6.5 and later at once"
+    has_pidfds = _kernel_numbers() >= KERNEL_OF_PIDFDS
+    yield _judged("kernel", f"Linux {platform.release()}", WARNING, remedy, is_fine=has_pidfds)
 
 
 def _kernel_numbers() -> tuple[int, ...]:
@@ -120,13 +120,10 @@ def _gpus(config: Config) -> Iterator[Finding]:
     for gpu in gpus:
         size = gpu.facts.total_bytes
         said = f"{gpu.facts.name} {gpu.uuid}, {describe_bytes(size)}"
-        if config.device_pool > size:
-            yield Finding("GPU", MISSING, said, f"--device-pool is {describe_bytes(config.device_pool)}: take less")
-        else:
-            yield Finding("GPU", OK, said)
+        remedy = f"--device-pool is {describe_bytes(config.device_pool)}: take less"
+        yield _judged("GPU", said, MISSING, remedy, is_fine=config.device_pool <= size)
     said = "driver for CUDA {}.{}".format(*release)
-    old = release < LEAST_CUDA
-    yield Finding("driver", MISSING if old else OK, said, "update it to CUDA 12 or later" if old else "")
+    yield _judged("driver", said, MISSING, "update it to CUDA 12 or later", is_fine=release >= LEAST_CUDA)
 
 
 def _is_shm(config: Config) -> bool:
@@ -145,10 +142,8 @@ def _memory(config: Config, root: Path) -> Iterator[Finding]:
         return
     tightest = limits[0]
     said = f"{describe_bytes(tightest.available_bytes)} left by {tightest.source}, pools take {describe_bytes(needed)}"
-    if needed > tightest.available_bytes:
-        yield Finding("memory", MISSING, said, "take a smaller --host-pool, or raise the limit")
-    else:
-        yield Finding("memory", OK, said)
+    does_fit = needed <= tightest.available_bytes
+    yield _judged("memory", said, MISSING, "take a smaller --host-pool, or raise the limit", is_fine=does_fit)
 
 
 def _huge_pages(root: Path) -> Iterator[Finding]:
@@ -169,17 +164,14 @@ def _limits(config: Config) -> Iterator[Finding]:
     said = "unlimited" if locked == resource.RLIM_INFINITY else describe_bytes(locked)
     needs_it = any(each.startswith("mooncake") and "rdma" in each for each in config.storage)
     if needs_it and locked != resource.RLIM_INFINITY:
-        yield Finding(
-            "locked memory", MISSING, said, "RDMA locks the host pool: ulimit -l unlimited, LimitMEMLOCK=infinity"
-        )
+        remedy = "RDMA locks the host pool: ulimit -l unlimited, LimitMEMLOCK=infinity"
+        yield Finding("locked memory", MISSING, said, remedy)
     else:
         yield Finding("locked memory", OK, f"{said}; pinning goes through the GPU's driver and takes none of it")
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    if files != resource.RLIM_INFINITY and files < FILES:
-        remedy = f"an engine process takes three: ulimit -n {FILES}, or LimitNOFILE={FILES}"
-        yield Finding("open files", WARNING, f"{files} at most", remedy)
-    else:
-        yield Finding("open files", OK, f"{files} at most")
+    remedy = f"an engine process takes three: ulimit -n {FILES}, or LimitNOFILE={FILES}"
+    are_enough = files == resource.RLIM_INFINITY or files >= FILES
+    yield _judged("open files", f"{files} at most", WARNING, remedy, is_fine=are_enough)
 
 
 def _dev_shm(root: Path) -> Iterator[Finding]:
@@ -198,16 +190,11 @@ def _dev_shm(root: Path) -> Iterator[Finding]:
 def _socket(config: Config) -> Iterator[Finding]:
     folder = Path(config.socket).parent
     if is_served(config.socket):
-        yield Finding(
-            "socket",
-            WARNING,
-            f"{config.socket} is served by a daemon",
-            "cachesvc status asks it; a further daemon needs another --socket",
-        )
+        remedy = "cachesvc status asks it; a further daemon needs another --socket"
+        yield Finding("socket", WARNING, f"{config.socket} is served by a daemon", remedy)
     elif not folder.is_dir():
-        remedy = (
-            f"sudo install -d -m 0750 -o {os.geteuid()} {folder}, or RuntimeDirectory={folder.name} in a systemd unit"
-        )
+        owner = f"sudo install -d -m 0750 -o {os.geteuid()} {folder}"
+        remedy = f"{owner}, or RuntimeDirectory={folder.name} in a systemd unit"
         yield Finding("socket", MISSING, f"the folder {folder} does not exist", remedy)
     elif not os.access(folder, os.W_OK | os.X_OK):
         remedy = f"run the daemon as the folder's owner, or sudo chown {os.geteuid()} {folder}"

@@ -90,13 +90,8 @@ def calibrate(
 ) -> LinkFigures:
     """Measure a started GPU that is otherwise nearly idle, by rows of ``ROW_BYTES`` and ``widths``, on ``buffer_bytes``
     of memory at most on either side. Raises CudaError."""
-    host = mmap.mmap(
-        -1, max(LEAST_BYTES, buffer_bytes // LEAST_BYTES * LEAST_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    )
-    with suppress(OSError):  # a kernel without huge pages
-        host.madvise(mmap.MADV_HUGEPAGE)
-    view = np.frombuffer(host, np.uint8)
-    address, size_bytes = int(view.ctypes.data), _touch(view)
+    view, size_bytes = _host_memory(max(LEAST_BYTES, buffer_bytes // LEAST_BYTES * LEAST_BYTES))
+    address = int(view.ctypes.data)
     with ExitStack() as undo:
         try:
             device = gpu.allocate(size_bytes, vmm=False)
@@ -118,11 +113,8 @@ def calibrate(
 def store_rate(gpu: Gpu, begin: float, seconds: float, clock: Callable[[], float] = time.monotonic) -> float:
     """Bytes a second that a started GPU stores from ``begin`` on, while other GPUs of the host do so. Raises
     CudaError, MemoryError, and RuntimeError where it is ready only once they have ended."""
-    host = mmap.mmap(-1, RATE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages
-        host.madvise(mmap.MADV_HUGEPAGE)
-    view = np.frombuffer(host, np.uint8)
-    ground = _Ground(int(view.ctypes.data), 0, _touch(view))
+    view, touched_bytes = _host_memory(RATE_BYTES)
+    ground = _Ground(int(view.ctypes.data), 0, touched_bytes)
     with ExitStack() as undo:
         device = gpu.allocate(LEAST_BYTES, vmm=False)
         undo.callback(device.close)
@@ -143,15 +135,19 @@ def store_rate(gpu: Gpu, begin: float, seconds: float, clock: Callable[[], float
         return moved / (clock() - began)
 
 
-def _touch(view: npt.NDArray[np.uint8]) -> int:
-    """Fault in pages before they are measured, since an untouched page maps the shared zero page; returns the bytes
-    touched in time."""
+def _host_memory(size_bytes: int) -> tuple[npt.NDArray[np.uint8], int]:
+    """Memory whose pages are faulted in before they are measured, since an untouched page maps the shared zero page,
+    and the bytes that were touched in time."""
+    host = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages
+        host.madvise(mmap.MADV_HUGEPAGE)
+    view = np.frombuffer(host, np.uint8)
     until = time.perf_counter() + TOUCH_S
     touched = 0
     while touched < len(view) and (not touched or time.perf_counter() < until):
         view[touched : touched + LEAST_BYTES : mmap.PAGESIZE] = 1
         touched = min(len(view), touched + LEAST_BYTES)
-    return touched
+    return view, touched
 
 
 def _works(queues: tuple[CopyQueue, CopyQueue], ground: _Ground, widths: Sequence[int]) -> dict[str, Prepare]:

@@ -44,13 +44,9 @@ class Gpu:
 
     def __init__(self, facts: GpuFacts) -> None:
         self.facts = facts
+        self.uuid = facts.uuid
         self.context_bytes = 0
         self._context = 0
-
-    @property
-    def uuid(self) -> str:
-        """Name of the GPU on every machine."""
-        return self.facts.uuid
 
     def start(self) -> None:
         """Make the context. Raises CudaError. ``context_bytes`` is then the device memory that it took, correct if no

@@ -23,7 +23,7 @@ READ_AND_WRITE = 3
 GRANULARITY_RECOMMENDED = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DeviceMemory:
     """``size_bytes`` from ``address`` on. ``handle`` is the 64-byte IPC handle, empty where ``fd`` is what to pass."""
 

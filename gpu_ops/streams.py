@@ -65,13 +65,16 @@ SLICE_COPIES = 2048
 class CopyQueue:
     """Copies, and words and marks behind them: each of these comes after all that was queued before it. Copies may pass
     one another, on a stream of their own or the one of the second thread, so none may need what another brings unless
-    the caller has waited between them. Nothing here runs a kernel. One thread at a time."""
+    the caller has waited between them. Nothing here runs a kernel. One thread at a time.
+
+    ``is_batched``: one call submits many copies; ``takes_singles``: copies of one row go together in a cheaper call
+    (drivers from CUDA 12.8 on)."""
 
     def __init__(self, context: int) -> None:
         self._context = context
         self._stream = 0
-        self._batched = False
-        self._takes_singles = False
+        self.is_batched = False
+        self.takes_singles = False
         self._events: list[int] = []
         self._entries = BatchEntries(SLICE_COPIES)
         self._second = _SecondThread(context)
@@ -80,18 +83,8 @@ class CopyQueue:
         """Make the stream. Raises CudaError."""
         with current(self._context) as cuda:
             self._stream = cuda.number("cuStreamCreateWithPriority", c_void_p, NON_BLOCKING, LOWEST_PRIORITY)
-            self._batched = cuda.has("cuMemcpy3DBatchAsync")
-            self._takes_singles = cuda.has("cuMemcpyBatchAsync")
-
-    @property
-    def is_batched(self) -> bool:
-        """True where one call submits many copies (drivers from CUDA 12.8 on)."""
-        return self._batched
-
-    @property
-    def takes_singles(self) -> bool:
-        """True where copies of one row go together in a cheaper call (drivers from CUDA 12.8 on)."""
-        return self._takes_singles
+            self.is_batched = cuda.has("cuMemcpy3DBatchAsync")
+            self.takes_singles = cuda.has("cuMemcpyBatchAsync")
 
     def copy(self, copies: PitchedCopies) -> None:
         """Queue copies between any two memories that this GPU reaches. Raises CudaError; some may be queued then."""
@@ -136,7 +129,7 @@ class CopyQueue:
                     cuda.call("cuEventDestroy_v2", self._events.pop())
 
     def _copy(self, cuda: Driver, copies: PitchedCopies) -> None:
-        if len(copies) and self._takes_singles:
+        if len(copies) and self.takes_singles:
             is_single = copies[:, 3] == 1
             singles = np.count_nonzero(is_single)
             if singles == len(copies):
@@ -147,7 +140,7 @@ class CopyQueue:
                 copies = copies[~is_single]
         if not len(copies):
             return
-        if not self._batched:
+        if not self.is_batched:
             self._copy_one_by_one(cuda, copies)
             return
         if len(copies) > self._entries.room:

@@ -120,13 +120,26 @@ class Arbiter:
     def next_up(self, direction: Direction, now: float) -> Queued | None:
         """Job whose slice ``pop`` would give out, were there no byte budget. ``pop`` cuts it, unless that was done
         already: without the owner's lock, by the direction's one thread."""
-        return self._choose(direction, now)
+        lane = self._lanes[direction]
+        may_awaited = bool(lane.rivals[Urgency.AWAITED])
+        may_background = bool(lane.rivals[Urgency.BACKGROUND])
+        if may_background:
+            is_overdue = now >= lane.background_since + self._rules.background_delay_s
+            if now < lane.paused_until or self._is_held(now):
+                may_background = False
+            elif is_overdue:
+                may_awaited = False
+            elif self._yields(direction):
+                may_background = False
+        if may_awaited:
+            return self._share(lane, Urgency.AWAITED)
+        return self._share(lane, Urgency.BACKGROUND) if may_background else None
 
     def pop(self, direction: Direction, now: float) -> Slice | None:
         """The slice to start now, which counts as on its way until ``landed``; None where none may go yet. Raises what
         cutting raises."""
         lane = self._lanes[direction]
-        queued = self._choose(direction, now)
+        queued = self.next_up(direction, now)
         if queued is None:
             return None
         piece = queued.cut()
@@ -152,7 +165,7 @@ class Arbiter:
         lane = self._lanes[direction]
         if not lane.jobs:
             return None
-        queued = self._choose(direction, now)
+        queued = self.next_up(direction, now)
         if queued is not None:
             return now + (0.0 if queued.head is None else lane.bucket.wait_s(queued.head.size_bytes, now))
         overdue_at = lane.background_since + self._rules.background_delay_s
@@ -205,22 +218,6 @@ class Arbiter:
         bucket = self._lanes[direction].bucket
         bucket.fill(now)
         bucket.rate = bytes_per_second
-
-    def _choose(self, direction: Direction, now: float) -> Queued | None:
-        lane = self._lanes[direction]
-        may_awaited = bool(lane.rivals[Urgency.AWAITED])
-        may_background = bool(lane.rivals[Urgency.BACKGROUND])
-        if may_background:
-            is_overdue = now >= lane.background_since + self._rules.background_delay_s
-            if now < lane.paused_until or self._is_held(now):
-                may_background = False
-            elif is_overdue:
-                may_awaited = False
-            elif self._yields(direction):
-                may_background = False
-        if may_awaited:
-            return self._share(lane, Urgency.AWAITED)
-        return self._share(lane, Urgency.BACKGROUND) if may_background else None
 
     @property
     def _has_awaited(self) -> bool:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,6 +19,30 @@ from cachesvc.model.words import CopiesHang, Direction
 log = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
+WriteWord = Callable[[int, int], None]
+
+
+# Watchdog for copies: a hung GPU reports no error, so waits need a time limit.
+#
+# Only time in which this process runs and looks is counted: one that was stopped for an hour has waited a moment.
+
+PATIENCE_S = 30.0
+"""Time limit of a slice, seconds. It takes a millisecond; a driver that is busy with pinning may hold it for
+seconds."""
+SLOWEST_BYTES_PER_S = 100e6
+"""Slowest rate beside the patience. Slices are small, so no link's own figure is needed: the narrowest rows go at 1
+GB/s."""
+MOST_COUNTED_S = 5.0
+"""Between two looks, which come every two seconds."""
+
+
+@dataclass(slots=True, eq=False)
+class CopyTask:
+    """Work that a copy thread asks of its GPU: to start a slice, or to report that it has landed. ``waited_s``: time
+    counted so far."""
+
+    piece: Slice
+    waited_s: float = 0.0
 
 
 class CopyThread:
@@ -335,10 +359,10 @@ class CopyThreads:
             free = replace(rules, load_bytes_per_second=0, store_bytes_per_second=0)  # budgets are for the host
             alone = threading.Condition(threading.RLock())
             self.peers = CopyThread(
-                f"peers-{device}", Direction.LOAD, Arbiter(device, free), alone, peers, write_word, _nobody, clock
+                f"peers-{device}", Direction.LOAD, Arbiter(device, free), alone, peers, write_word, lambda: None, clock
             )
             self._every.append(self.peers)
-        self._watch = CopyWatch(self._every, clock)
+        self._seen_at = clock()
 
     def start(self) -> None:
         for stream in self._every:
@@ -364,9 +388,18 @@ class CopyThreads:
             stream.close()
 
     def overdue(self) -> str:
-        """Work that has taken longer than it can, as of the last look; empty where all is well. Call it repeatedly, by
-        one thread at a time."""
-        return self._watch.look()
+        """Count the time since the last look; says what has taken longer than it can, or nothing. Call it repeatedly,
+        by one thread at a time."""
+        now = self._clock()
+        passed, self._seen_at = min(now - self._seen_at, MOST_COUNTED_S), now
+        overdue = ""
+        for stream in self._every:
+            if (task := stream.task) is not None:
+                task.waited_s += passed
+                size_bytes = task.piece.size_bytes
+                if task.waited_s > PATIENCE_S + size_bytes / SLOWEST_BYTES_PER_S:
+                    overdue = f"{size_bytes} bytes were not copied in {task.waited_s:.0f} s on {stream.name}"
+        return overdue
 
     def abandon(self, why: str) -> None:
         """The device hangs: end every job, and take no more."""
@@ -374,67 +407,9 @@ class CopyThreads:
             stream.abandon(why)
 
 
-def _nobody() -> None:
-    """Do nothing: another stream has no waiter here."""
-
-
 def _wake(changes: Iterable[threading.Condition]) -> None:
     for changed in changes:
         changed.notify_all()
-
-
-# Watchdog for copies: a hung GPU reports no error, so waits need a time limit.
-#
-# Only time in which this process runs and looks is counted: one that was stopped for an hour has waited a moment.
-
-PATIENCE_S = 30.0
-"""Time limit of a slice, seconds. It takes a millisecond; a driver that is busy with pinning may hold it for
-seconds."""
-SLOWEST_BYTES_PER_S = 100e6
-"""Slowest rate beside the patience. Slices are small, so no link's own figure is needed: the narrowest rows go at 1
-GB/s."""
-MOST_COUNTED_S = 5.0
-"""Between two looks, which come every two seconds."""
-
-
-@dataclass(slots=True, eq=False)
-class CopyTask:
-    """Work that a copy thread asks of its GPU: to start a slice, or to report that it has landed. ``waited_s``: time
-    counted so far."""
-
-    piece: Slice
-    waited_s: float = 0.0
-
-    @property
-    def is_overdue(self) -> bool:
-        """True where it has taken longer than any slice of its size."""
-        return self.waited_s > PATIENCE_S + self.piece.size_bytes / SLOWEST_BYTES_PER_S
-
-
-class CopyWatch:
-    """Watchdog of one device's copy threads; used by one thread at a time."""
-
-    def __init__(self, streams: Sequence[CopyThread], clock: Callable[[], float]) -> None:
-        self._streams = streams
-        self._clock = clock
-        self._seen_at = clock()
-
-    def look(self) -> str:
-        """Count the time since the last look; says what has taken too long, or nothing."""
-        now = self._clock()
-        passed, self._seen_at = min(now - self._seen_at, MOST_COUNTED_S), now
-        overdue = ""
-        for stream in self._streams:
-            task = stream.task
-            if task is not None:
-                task.waited_s += passed
-                if task.is_overdue:
-                    size_bytes = task.piece.size_bytes
-                    overdue = f"{size_bytes} bytes were not copied in {task.waited_s:.0f} s on {stream.name}"
-        return overdue
-
-
-WriteWord = Callable[[int, int], None]
 
 
 def end_job(job: CopyJob, error: Exception | None, write_word: WriteWord) -> None:

@@ -17,17 +17,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol, Self
 
-import numpy as np
-import numpy.typing as npt
-
 from cachesvc.memory.arbiter import CopyRules
-from cachesvc.memory.copy_thread import Clock, CopyThread, CopyThreads
+from cachesvc.memory.backend import Device, LocalBackend, refused_of
+from cachesvc.memory.copy_thread import Clock
 from cachesvc.memory.extents import address_of
 from cachesvc.memory.host_pool import Neighbours
-from cachesvc.memory.interface import CopyBatch, Handle, Slice
-from cachesvc.memory.memcpy import check_sizes, extremes, refused_of
-from cachesvc.memory.timeline import TIMELINE_WORDS, TOKEN_BYTES, Holds, HostTimeline, MappedSheet
-from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, PoolExhausted, Unavailable
+from cachesvc.memory.interface import Handle, Slab, SlabBudget, Slice
+from cachesvc.memory.memcpy import PitchedCopies, Region, Regions
+from cachesvc.memory.timeline import TIMELINE_WORDS, TOKEN_BYTES, HostTimeline, MappedSheet
+from cachesvc.model.errors import InvalidRequest, Unavailable
 from cachesvc.model.futex import WORD_BYTES
 from cachesvc.model.words import Direction
 
@@ -40,20 +38,14 @@ LOOK_S = 2.0
 
 
 @dataclass
-class Device:
-    """A GPU at work: its words and streams, and how much of its pool is taken."""
-
+class CudaGpu(Device):
     gpu: GpuDevice
-    timeline: HostTimeline
     queues: list[GpuQueue]
-    copying: CopyThreads
     health: GpuHealth
-    used_bytes: int = 0
 
 
-class CudaBackend:
-    """``gpus`` are not started yet; slabs take up to ``device_bytes`` of each. ``vmm``: slabs travel as descriptors.
-    ``neighbours``: views of the node's other GPUs, by GPU."""
+class CudaBackend(LocalBackend[CudaGpu]):
+    """``gpus`` are not started yet; slabs take up to ``device_bytes`` of each. ``vmm``: slabs travel as descriptors."""
 
     name = "cuda"
 
@@ -68,34 +60,15 @@ class CudaBackend:
         clock: Clock = time.monotonic,
         neighbours: Mapping[str, Neighbours] | None = None,
     ) -> None:
-        self._clock = clock
-        self._neighbours = neighbours or {}
+        super().__init__([gpu.uuid for gpu in gpus], device_bytes, timeline_words, rules, clock, neighbours)
         self._gpus = {gpu.uuid: gpu for gpu in gpus}
-        self._device_bytes = device_bytes
         self._vmm = vmm
-        self._timeline_words = timeline_words
-        self._rules = rules or CopyRules()
         self._health = {uuid: GpuHealth(uuid) for uuid in self._gpus}
-        self._devices: dict[str, Device] = {}
         self._reach: set[tuple[str, str]] = set()
         self._refused: dict[tuple[str, str], str] = {}
-        self._lock = threading.Lock()
-        self._ids = itertools.count(1)
-        self._slabs: dict[int, CudaSlab] = {}
-        self._holds = Holds()
-        self._regions = Regions({})  # replaced, never changed: copy threads read it without the lock
-        self._hosts: dict[int, tuple[memoryview, int, str]] = {}  # and whose driver calls pinned it
+        self._pins: dict[int, tuple[memoryview, str]] = {}  # by region: host memory, and whose driver calls pinned it
         self._peers: dict[int, GpuMemory] = {}
         self._asked: dict[str, threading.Thread] = {}
-        self._running = False
-
-    def devices(self) -> tuple[str, ...]:
-        return tuple(self._gpus)
-
-    def capacity_bytes(self, device: str) -> int:
-        """Bytes that slabs on ``device`` may take in all."""
-        self._gpu(device)
-        return self._device_bytes
 
     def start(self) -> None:
         """Make contexts, words and streams. Raises InvalidRequest for a pool that a GPU cannot hold, Unavailable."""
@@ -125,120 +98,38 @@ class CudaBackend:
         self._refused = refused_of(self, self._reach)
         self._reach -= self._refused.keys()
 
-    def create_slab(self, device: str, size_bytes: int) -> CudaSlab:
-        """Zeroed memory. Raises PoolExhausted (in bytes) when the budget or the GPU cannot hold it, Unavailable."""
-        at = self._device(device)
+    def _working(self, device: str) -> CudaGpu:
+        at = self._running_device(device)
         at.health.check()
-        with self._lock:
-            free = self._device_bytes - at.used_bytes
-            if not 0 < size_bytes <= free:
-                raise self._exhausted(at, size_bytes, free)
-            at.used_bytes += size_bytes
-        try:
-            return self._allocate(at, size_bytes, size_bytes)
-        except MemoryError as error:
-            self._give_back(at, size_bytes)
-            raise self._exhausted(at, size_bytes, min(free, at.gpu.free_bytes())) from error
-        except Unavailable:
-            self._give_back(at, size_bytes)
-            raise
+        return at
 
-    def create_scratch(self, device: str, size_bytes: int) -> CudaSlab:
-        """Zeroed memory out of what is spare beside the budget. Raises Unavailable."""
-        at = self._device(device)
-        at.health.check()
-        try:
-            return self._allocate(at, size_bytes, 0)
-        except MemoryError as error:
-            raise Unavailable(f"GPU {device} has no {size_bytes} bytes left to check its links: {error}") from error
+    def _attempt(self, at: CudaGpu, call: Callable[[], object]) -> None:
+        at.health.attempt(call)
 
-    def _allocate(self, at: Device, size_bytes: int, charged_bytes: int) -> CudaSlab:
+    def _free_bytes(self, at: CudaGpu) -> int:
+        return at.gpu.free_bytes()
+
+    def _allocate(self, at: CudaGpu, size_bytes: int, charged_bytes: int) -> Slab:
         try:
             memory = at.gpu.allocate(size_bytes, vmm=self._vmm)
         except RuntimeError as error:
-            raise Unavailable(f"GPU {at.gpu.uuid} gives no memory: {error}; nvidia-smi may say why") from error
-        region = self._add_region(Region(memory.address, size_bytes, at.gpu))
-
-        def drop(closed: CudaSlab) -> None:
-            self._holds.end(closed.region)  # no address is freed between its look-up and the copy that reads it
-            self._drop_region(closed.region)
-            self._slabs.pop(closed.region)
-            at.health.attempt(memory.close)
-            self._give_back(at, charged_bytes)
-
-        slab = self._slabs[region] = CudaSlab(region, memory, size_bytes, drop)
-        return slab
-
-    def timeline(self, device: str) -> HostTimeline:
-        return self._device(device).timeline
-
-    def open_sheet(self, device: str, sheet: int, fd: int | None = None) -> None:
-        """Make words of a model, pinned; or (``fd``) take over what another process made. Raises Unavailable."""
-        at = self._device(device)
-        at.health.check()
-        at.timeline.open(sheet, fd)
-
-    def close_sheet(self, device: str, sheet: int) -> None:
-        """Forget a sheet: no copy writes to it any more."""
-        self._gpu(device)
-        if (at := self._devices.get(device)) is not None:  # None: not running
-            at.health.attempt(partial(at.timeline.close_sheet, sheet))
-
-    def load_stream(self, device: str) -> CopyThread:
-        return self._device(device).copying.streams[Direction.LOAD]
-
-    def store_stream(self, device: str) -> CopyThread:
-        return self._device(device).copying.streams[Direction.STORE]
-
-    def peer_stream(self, device: str) -> CopyThread:
-        """The stream for loads from other devices."""
-        return self._device(device).copying.peers
+            raise Unavailable(f"GPU {at.name} gives no memory: {error}; nvidia-smi may say why") from error
+        region = Region(memory.address, size_bytes, fetch=at.gpu.read)
+        return self._add_slab(at, region, handle_of(memory, size_bytes), memory.fd, charged_bytes, memory.close)
 
     def can_reach(self, source: str, target: str) -> bool:
         """True where the hardware can. VMM slabs are open to their own GPU alone."""
-        self._gpu(source)
-        self._gpu(target)
-        return source == target or (source, target) in self._reach
+        return super().can_reach(source, target) and (source == target or (source, target) in self._reach)
 
     def refused_peers(self) -> dict[tuple[str, str], str]:
         """Pairs of GPUs whose copies failed their check at the start."""
         return dict(self._refused)
 
-    def expedite(self, device: str, ticket: int) -> None:
-        """A ticket's jobs on the device are awaited now."""
-        self._gpu(device)
-        if (at := self._devices.get(device)) is not None:  # None: not running
-            at.copying.expedite(ticket)
-
-    def pause_background(self, device: str, seconds: float) -> None:
-        """Start no slice of background stores for a while."""
-        self._gpu(device)
-        if (at := self._devices.get(device)) is not None:  # None: not running
-            at.copying.pause_background(seconds)
-
-    def limit_copies(self, direction: Direction, bytes_per_second: int) -> None:
-        """Set another byte budget for every device."""
-        for copying in (at.copying for at in self._devices.values()):
-            copying.limit(direction, bytes_per_second)
-
     def fault(self, device: str) -> str:
-        """Reason why the GPU is broken for this process; empty while it works."""
-        self._gpu(device)
+        self._check(device)
         return self._health[device].reason
 
-    def has_host(self, device: str, region: int) -> bool:
-        """True: chunks are registered for all devices at once."""
-        del device, region
-        return True
-
-    def tell_hosts(self, on_host: Callable[[str], None]) -> None:
-        """No-op, as ``has_host`` says."""
-
-    def lacking_hosts(self) -> dict[str, tuple[int, str]]:
-        return {}
-
     def require_answer(self, device: str) -> None:
-        """Raises Unavailable for a GPU that is known not to work."""
         self._health[device].check()
 
     def probe(self) -> None:
@@ -269,39 +160,25 @@ class CudaBackend:
             gpu.register_host(address, buffer.nbytes)
         except RuntimeError as error:
             raise Unavailable(f"host memory cannot be pinned (ulimit -l, or too little of it): {error}") from error
-        region = self._add_region(Region(address, buffer.nbytes, None))
-        with self._lock:
-            self._hosts[region] = (buffer, address, gpu.uuid)
+        region = self._add_region(Region(address, buffer.nbytes, buffer))
+        self._pins[region] = buffer, gpu.uuid
         return region
 
     def open_peer(self, handle: Handle, fd: int | None) -> int:
-        """Map another process's slab for this GPU's copies; returns its region. Raises Unavailable where it cannot."""
+        """Map another process's slab for this GPU's copies. Raises Unavailable where it cannot."""
         self._check_running()
         gpu = next(iter(self._gpus.values()))
         try:
             memory = gpu.open_memory(handle.token, fd, handle.size_bytes)
         except RuntimeError as error:
             raise Unavailable(f"GPU {gpu.uuid} does not reach the other one's memory: {error}") from error
-        region = self._add_region(Region(memory.address, handle.size_bytes, gpu))
+        region = self._add_region(Region(memory.address, handle.size_bytes, fetch=gpu.read))
         self._peers[region] = memory
         return region
 
     def close_peer(self, region: int) -> None:
-        """Undo ``open_peer``: no copy reads from there any more."""
-        self._holds.end(region)
         self._drop_region(region)
         next(iter(self._health.values())).attempt(self._peers.pop(region).close)
-
-    def read(self, region: int, offset: int, size_bytes: int) -> bytes:
-        """Bytes of a region, which stays until they are read. Raises NotFound for a region that is unknown or being
-        closed, and InvalidRequest for bytes outside of it."""
-        with self._holds.hold(region):
-            known = self._regions.known[region]
-            if offset < 0 or size_bytes < 0 or offset + size_bytes > known.size_bytes:
-                raise InvalidRequest(f"bytes [{offset}, {offset + size_bytes}) are outside of {known.size_bytes} bytes")
-            if known.gpu is None:
-                return bytes(self._hosts[region][0][offset : offset + size_bytes])
-            return known.gpu.read(known.address + offset, size_bytes)
 
     def close(self) -> None:
         """Stop the streams, then free every slab, pin and word; what a broken GPU keeps is logged. Idempotent."""
@@ -323,12 +200,12 @@ class CudaBackend:
         for device in self._devices.values():
             device.health.attempt(device.timeline.close)
         is_quiet = not any(health.hangs for health in self._health.values())
-        for region, (_, address, uuid) in self._hosts.items():
+        for region, (buffer, uuid) in self._pins.items():
             self._holds.end(region)
             if is_quiet:  # else copies may be on their way to it
-                self._health[uuid].attempt(partial(self._gpus[uuid].unregister_host, address))
+                self._health[uuid].attempt(partial(self._gpus[uuid].unregister_host, address_of(buffer)))
         if is_quiet:
-            self._hosts.clear()
+            self._pins.clear()
         self._devices.clear()
         self._reach.clear()
         self._regions = Regions({})
@@ -346,7 +223,7 @@ class CudaBackend:
         while not over.wait(LOOK_S):
             self._look_at_copies()
 
-    def _open(self, uuid: str, gpu: GpuDevice) -> Device:
+    def _open(self, uuid: str, gpu: GpuDevice) -> CudaGpu:
         health = self._health[uuid]
         with ExitStack() as undo:
             timeline = HostTimeline(self._timeline_words, partial(CudaSheet, gpu, self._timeline_words))
@@ -361,75 +238,14 @@ class CudaBackend:
 
             runners, peers = {way: runner() for way in Direction}, runner()
             undo.pop_all()
-        near = self._neighbours.get(uuid)
-        copying = CopyThreads(uuid, self._rules, runners, timeline.write, self._clock, peers=peers, neighbours=near)
-        return Device(gpu, timeline, queues, copying, health)
+        copying = self._copying(uuid, runners, peers, timeline)
+        return CudaGpu(uuid, timeline, copying, SlabBudget(uuid, self._device_bytes), gpu, queues, health)
 
     def _open_peers(self) -> None:
         for source, target in itertools.permutations(self._gpus.values() if not self._vmm else (), 2):
             if target.can_reach(source):
                 target.open_peer(source)
                 self._reach.add((source.uuid, target.uuid))
-
-    def _exhausted(self, at: Device, wanted: int, free: int) -> PoolExhausted:
-        return PoolExhausted(
-            pool=f"device {at.gpu.uuid} (bytes)",
-            wanted=wanted,
-            free=free,
-            evictable=0,
-            pinned=at.used_bytes,
-            quarantined=0,
-            capacity=self._device_bytes,
-        )
-
-    def _give_back(self, at: Device, size_bytes: int) -> None:
-        with self._lock:
-            at.used_bytes -= size_bytes
-
-    def _add_region(self, region: Region) -> int:
-        with self._lock:
-            number = next(self._ids)
-            self._regions = Regions({**self._regions.known, number: region})
-        self._holds.begin(number)
-        return number
-
-    def _drop_region(self, number: int) -> None:
-        with self._lock:
-            self._regions = Regions({one: region for one, region in self._regions.known.items() if one != number})
-
-    def _gpu(self, device: str) -> GpuDevice:
-        if device not in self._gpus:
-            raise NotFound("device", device, f"this backend has {', '.join(self._gpus)}")
-        return self._gpus[device]
-
-    def _device(self, device: str) -> Device:
-        self._gpu(device)
-        self._check_running()
-        return self._devices[device]
-
-    def _check_running(self) -> None:
-        if not self._running:
-            raise Unavailable("the cuda backend is not running: start it first, and nothing works after close")
-
-
-class CudaSlab:
-    """Device memory of one group on one rank."""
-
-    def __init__(self, region: int, memory: GpuMemory, size_bytes: int, on_close: Callable[[CudaSlab], None]) -> None:
-        self.region = region
-        self.memory = memory
-        self.size_bytes = size_bytes
-        self.handle = handle_of(memory, size_bytes)
-        self.fd = memory.fd
-        self._on_close = on_close
-        self._is_open = True
-
-    def close(self) -> None:
-        """Free the memory once its readers have finished. Raises LedgerBroken when it was freed before."""
-        if not self._is_open:
-            raise LedgerBroken(f"slab of region {self.region} was closed before")
-        self._is_open = False
-        self._on_close(self)
 
 
 def handle_of(memory: GpuMemory, size_bytes: int) -> Handle:
@@ -547,35 +363,32 @@ log = logging.getLogger(__name__)
 
 
 class GpuHealth:
+    """``reason``: why the GPU no longer works; empty while it does."""
+
     def __init__(self, uuid: str) -> None:
         self._uuid = uuid
-        self._reason = ""
+        self.reason = ""
         self.hangs = False
         self._lock = threading.Lock()
 
     def broke(self, error: Exception) -> None:
         """The GPU does not work any more; the first ``error`` is the reason."""
         with self._lock:
-            is_news = not self._reason
-            self._reason = self._reason or str(error) or type(error).__name__
+            is_news = not self.reason
+            self.reason = self.reason or str(error) or type(error).__name__
         if is_news:
-            log.error("gpu_broken device=%s reason=%s", self._uuid, self._reason)
+            log.error("gpu_broken device=%s reason=%s", self._uuid, self.reason)
 
     def hung(self, why: str) -> None:
         """Note that the GPU does not answer any more."""
         self.hangs = True
         self.broke(RuntimeError(why))
 
-    @property
-    def reason(self) -> str:
-        """Reason why the GPU no longer works; empty while it does."""
-        return self._reason
-
     def check(self) -> None:
         """Raise Unavailable once the GPU has broken."""
-        if self._reason:
+        if self.reason:
             raise Unavailable(
-                f"GPU {self._uuid} no longer works for this daemon ({self._reason}); recompute, and restart the daemon"
+                f"GPU {self._uuid} no longer works for this daemon ({self.reason}); recompute, and restart the daemon"
             )
 
     def attempt(self, call: Callable[[], object]) -> None:
@@ -588,79 +401,18 @@ class GpuHealth:
             self.broke(error)
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
-    """Memory that a copy may address. ``gpu`` holds it; None for pinned host memory."""
-
-    address: int
-    size_bytes: int
-    gpu: GpuDevice | None
-
-
-class Regions:
-    """An immutable set of regions, with their places as columns by number: what a copy thread looks up at once."""
-
-    def __init__(self, known: Mapping[int, Region]) -> None:
-        self.known = known
-        count = max(known, default=0) + 1
-        self._addresses = np.zeros(count, np.int64)
-        self._sizes = [-1] * count  # a list: few are looked at, or all by a call that is rare
-        for number, region in known.items():
-            self._addresses[number], self._sizes[number] = region.address, region.size_bytes
-
-    def addressed(self, copies: CopyBatch) -> PitchedCopies:
-        """Copies by address. Raises CopyOutOfBounds."""
-        if not self._are_inside(copies):
-            columns = copies[:, (0, 2)]
-            outside = (columns < 0) | (columns >= len(self._sizes))
-            sizes = np.array(self._sizes)[np.where(outside, 0, columns)]  # region 0 never exists
-            check_sizes(copies, sizes[:, 0], sizes[:, 1])
-        addressed = np.empty((len(copies), 6), np.int64, order="F")
-        addressed[:, 0] = self._addresses[copies[:, 0]] + copies[:, 1]
-        addressed[:, 1] = self._addresses[copies[:, 2]] + copies[:, 3]
-        addressed[:, 2:] = copies[:, 4:]
-        return addressed
-
-    def _are_inside(self, copies: CopyBatch) -> bool:
-        """True where the least and the most of each column prove it of all copies, as they do of most batches."""
-        if not len(copies):
-            return True
-        least, most = extremes(copies)
-        if min(least) < 0 or min(least[4:6]) < 1 or max(most[0], most[2]) >= len(self._sizes):
-            return False
-        width, height = most[4:6]
-        for region, offset, pitch in ((0, 1, 6), (2, 3, 7)):
-            room = min(self._sizes[least[region] : most[region] + 1])  # -1 where one of them does not exist
-            if most[offset] + (height - 1) * most[pitch] + width > room or (height > 1 and least[pitch] < width):
-                return False
-        return True
-
-
 # Seam between the CUDA backend and a GPU. ``gpu_ops`` fills it on real hardware; it comes in through the composition
 # root.
 
-PitchedCopies = npt.NDArray[np.int64]
-"""``[copies, 6]``: source and destination address, width in bytes, height in rows, source and destination pitch."""
-
 
 class GpuMemory(Protocol):
-    """Device memory that other processes can map: by its 64-byte ``handle``, or by ``fd`` where that is empty."""
+    """Device memory that other processes can map: by its legacy ``handle`` of 64 bytes, or where that is empty by
+    ``fd``, the descriptor of a VMM allocation, open until ``close``. At least the requested bytes."""
 
-    @property
-    def address(self) -> int:
-        """Address of the first byte."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Allocated bytes: at least the requested ones."""
-
-    @property
-    def handle(self) -> bytes:
-        """Legacy IPC handle, or nothing."""
-
-    @property
-    def fd(self) -> int | None:
-        """The descriptor of a VMM allocation, open until ``close``."""
+    address: int
+    size_bytes: int
+    handle: bytes
+    fd: int | None
 
     def close(self) -> None:
         """Give it back, once; mappings of other processes stay valid."""
@@ -699,13 +451,10 @@ class GpuQueue(Protocol):
 class GpuDevice(Protocol):
     """One GPU in this process. Failures raise RuntimeError; memory that is not there, MemoryError."""
 
-    @property
-    def uuid(self) -> str:
-        """Name of the GPU in every container and process."""
-
-    @property
-    def context_bytes(self) -> int:
-        """Device memory that ``start`` took for this process."""
+    uuid: str
+    """Name of the GPU in every container and process."""
+    context_bytes: int
+    """Device memory that ``start`` took for this process."""
 
     def start(self) -> None:
         """Make its context."""

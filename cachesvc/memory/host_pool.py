@@ -367,16 +367,13 @@ class HostPool:
         return view
 
     def _announce(self, index: int, region: int) -> None:
+        """A chunk has come, and the backend knows it."""
         with self._changed:
             self._chunks[index].region = region
-            news: list[tuple[OnPages, Run]] = []
-            for slab in self._slabs:
-                come = [extent for extent in slab.extents if extent.place.chunk == index]
-                for extent in come:
-                    self._make_usable(slab, extent)
-                    news += [(tell, extent.run) for tell in slab.watchers if extent.is_ready]
-                if come:
-                    slab.refresh()
+            for extent in (extent for slab in self._slabs for extent in slab.extents):
+                if extent.place.chunk == index:
+                    extent.region = region
+            news = self._settle_all(self._slabs)
             is_whole = all(chunk.region is not None for chunk in self._chunks)
         if is_whole:
             log.info("host_pool_whole bytes=%d seconds=%.3f", self.total_bytes, time.monotonic() - self._began)

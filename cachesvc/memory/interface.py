@@ -1,4 +1,4 @@
-"""The seam between the daemon and a kind of device memory. ``shm`` here and CUDA elsewhere fill it.
+"""The seam between the daemon and a kind of device memory. ``shm.py``, ``cuda.py`` and the movers' processes fill it.
 
 A region is one piece of memory that a copy may address: a device slab or one chunk of the host pool. No copy crosses
 the border of a region. Copies are data (``CopyBatch``): the planner makes them, any backend executes them.
@@ -6,6 +6,7 @@ the border of a region. Copies are data (``CopyBatch``): the planner makes them,
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,6 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from cachesvc.model.errors import InvalidRequest, LedgerBroken, PoolExhausted
 from cachesvc.model.words import Direction, Urgency
 
 COPY_FIELDS = ("src_region", "src_offset", "dst_region", "dst_offset", "width", "height", "src_pitch", "dst_pitch")
@@ -101,16 +103,68 @@ class SliceRunner(Protocol):
         """
 
 
-class Slab(Protocol):
-    """Device memory of one group on one rank. ``fd`` is what to pass for handles that travel as descriptors."""
+class Slab:
+    """Device memory of one group on one rank. ``fd``: what to pass for handles that travel as descriptors. ``address``:
+    of the first byte, where this process can name it. ``on_close`` frees the memory, and closes ``fd``."""
 
-    region: int
-    handle: Handle
-    fd: int | None
+    def __init__(
+        self, region: int, handle: Handle, fd: int | None, on_close: Callable[[Slab], None], address: int = 0
+    ) -> None:
+        self.region = region
+        self.handle = handle
+        self.fd = fd
+        self.on_close = on_close
+        self.address = address
+        self.is_open = True
 
     def close(self) -> None:
         """Free the memory, once its readers have finished; mappings of other processes stay valid until they close
         them. Raises LedgerBroken when it was freed before."""
+        if not self.is_open:
+            raise LedgerBroken(f"slab of region {self.region} was closed before")
+        self.is_open = False
+        self.on_close(self)
+        self.fd = None
+
+
+class SlabBudget:
+    """Bytes that slabs on a device may take in all. Any thread."""
+
+    def __init__(self, device: str, capacity_bytes: int) -> None:
+        self._device = device
+        self._capacity_bytes = capacity_bytes
+        self._lock = threading.Lock()
+        self.used_bytes = 0
+
+    def take(self, size_bytes: int) -> None:
+        """Raises PoolExhausted with the numbers."""
+        with self._lock:
+            if not 0 < size_bytes <= self._capacity_bytes - self.used_bytes:
+                raise self.exhausted(size_bytes)
+            self.used_bytes += size_bytes
+
+    def give_back(self, size_bytes: int) -> None:
+        with self._lock:
+            self.used_bytes -= size_bytes
+
+    def exhausted(self, size_bytes: int, most_free: int | None = None) -> PoolExhausted:
+        """Refusal of a slab. ``most_free``: bytes that the device itself has left."""
+        free = self._capacity_bytes - self.used_bytes
+        return PoolExhausted(
+            pool=f"device {self._device} (bytes)",
+            wanted=size_bytes,
+            free=free if most_free is None else min(free, most_free),
+            evictable=0,
+            pinned=self.used_bytes,
+            quarantined=0,
+            capacity=self._capacity_bytes,
+        )
+
+
+def require_inside(offset: int, size_bytes: int, region_bytes: int) -> None:
+    """Raises InvalidRequest for bytes outside of a region."""
+    if offset < 0 or size_bytes < 0 or offset + size_bytes > region_bytes:
+        raise InvalidRequest(f"bytes [{offset}, {offset + size_bytes}) are outside of {region_bytes} bytes")
 
 
 class Sheet(Protocol):

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import secrets
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 
 from cachesvc.memory.extents import address_of, map_memfd, new_memfd, seal_memfd
 from cachesvc.memory.interface import Handle
@@ -34,24 +33,20 @@ class MappedSheet:
     def __init__(self, words: int, *, is_shared: bool = False, fd: int | None = None) -> None:
         """``fd``: of words that another process of the daemon's made, which keeps, seals and gives out their file; else
         they are made here. No other process can write them once ``seal`` was called. Raises OSError."""
-        self._writers = Writers() if fd is None else None
-        try:
+        with ExitStack() as undo:
+            self._writers = Writers() if fd is None else None
+            if self._writers is not None:
+                undo.callback(self._writers.close)
             own = new_memfd("kvcache-timeline", words * WORD_BYTES) if fd is None else fd
-        except OSError:
-            self._close_writers()
-            raise
+            if fd is None:
+                undo.callback(os.close, own)
+            self._view = map_memfd(own, words * WORD_BYTES)
+            undo.pop_all()
         self.fd = own if fd is None else None
         self.words = words
         self.handle = Handle("memfd", secrets.token_bytes(TOKEN_BYTES), words * WORD_BYTES)
         self._is_shared = is_shared
         self._is_sealed = False
-        try:
-            self._view = map_memfd(own, words * WORD_BYTES)
-        except OSError:
-            if self.fd is not None:
-                os.close(self.fd)
-            self._close_writers()
-            raise
         self._array = words_of(self._view)
 
     def seal(self) -> None:
@@ -101,9 +96,6 @@ class MappedSheet:
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
-        self._close_writers()
-
-    def _close_writers(self) -> None:
         if self._writers is not None:
             self._writers.close()
 
@@ -208,48 +200,3 @@ class Writers:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-
-
-# Counted holds on regions: memory is not freed before its readers have finished.
-#
-# Copies need none: the ledger closes no pool that a ticket touches. Readers beside it (checksums, verification) look a
-# page up on one thread while another one may be closing the page's slab.
-
-
-class Holds:
-    """Open regions, and how many hold each. Any thread."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._count: dict[int, int] = {}
-        self._ending: set[int] = set()
-
-    def begin(self, region: int) -> None:
-        """The region may be held from now on. Numbers are not used again."""
-        with self._changed:
-            self._count[region] = 0
-
-    @contextmanager
-    def hold(self, region: int) -> Iterator[None]:
-        """Keep a region's memory for a while. Raises NotFound where it is unknown, closed, or being closed."""
-        with self._changed:
-            if region not in self._count or region in self._ending:
-                raise NotFound("region", region, "its slab was closed")
-            self._count[region] += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._count[region] -= 1
-                self._changed.notify_all()
-
-    def end(self, region: int) -> None:
-        """Allow no new hold on the region, and wait for its holders. Raises LedgerBroken for a second time."""
-        with self._changed:
-            if region not in self._count or region in self._ending:
-                raise LedgerBroken(f"region {region} was closed before")
-            self._ending.add(region)
-            while self._count[region]:
-                self._changed.wait()
-            self._ending.remove(region)
-            del self._count[region]

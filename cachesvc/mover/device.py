@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
+import struct
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -15,16 +16,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
-
-from cachesvc.memory.interface import Handle
+from cachesvc.memory.interface import Slab, SlabBudget
 from cachesvc.memory.timeline import HostTimeline, MappedSheet
-from cachesvc.model.errors import CacheError, LedgerBroken, PoolExhausted, Unavailable
+from cachesvc.model.errors import CacheError, LedgerBroken, Unavailable
 from cachesvc.model.words import CopiesHang, Direction
 from cachesvc.mover import records
 from cachesvc.mover.life import Life
-from cachesvc.mover.peers import SlabOfMover
-from cachesvc.mover.records import MoverFault, Part
+from cachesvc.mover.records import WAYS, MoverFault, Part, packed, shown
 from cachesvc.swap.movers import OnEnd, RankEnd, RankJob
 from cachesvc.swap.planner import Pool
 
@@ -45,12 +43,12 @@ LINGERING_PAUSE_S = 600.0
 class _State:
     """State of one life, under the lock of the mover. ``fault``: reason why the device does not work now."""
 
+    budget: SlabBudget
     life: Life | None = None
     fault: str = ""
     teller: records.Teller = field(default_factory=records.Teller)
     jobs: dict[int, RankJob] = field(default_factory=dict)
     began: dict[int, float] = field(default_factory=dict)
-    used_bytes: int = 0
     lives: int = 0
 
 
@@ -75,8 +73,8 @@ class DeviceMover:
         self._live = live
         self._equip = equip
         self._on_lost = on_lost
-        self._on_end: OnEnd | None = None
-        self._now = _State(fault="its mover has not started yet")
+        self.on_end: OnEnd | None = None
+        self._now = _State(SlabBudget(device, capacity_bytes), fault="its mover has not started yet")
         self.started: Future[None] = Future()
         self._goes_on, self._is_late = threading.Event(), False
         self._lock = threading.Lock()
@@ -102,9 +100,6 @@ class DeviceMover:
         self._is_late = is_late
         self._goes_on.set()
 
-    def listen(self, on_end: OnEnd) -> None:
-        self._on_end = on_end
-
     @property
     def fault(self) -> str:
         """Reason why the device does not work now; empty while it does."""
@@ -119,7 +114,7 @@ class DeviceMover:
     def stop(self) -> None:
         with self._lock:
             if not self._is_stopped and (life := self._now.life) is not None:
-                life.put(records.stop_record())
+                life.put([packed(records.STOP)])
             self._is_stopped = True
 
     def close(self) -> None:
@@ -130,7 +125,7 @@ class DeviceMover:
             self._is_stopped = True
             life = self._now.life
         if life is not None:
-            life.put(records.stop_record())  # the mover heeds the first one that it gets
+            life.put([packed(records.STOP)])  # the mover heeds the first one that it gets
             try:
                 life.ask("close")
             except CacheError as gone:
@@ -140,10 +135,6 @@ class DeviceMover:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(None if life is not None else STARTING_SECONDS)
         self.timeline.close()
-
-    def require_answer(self) -> None:
-        """Ask the mover for a sign of life. Raises Unavailable."""
-        self.life().require_answer(self._probe_seconds)
 
     def probe(self) -> None:
         """Ask whether the device works; a mover whose device does not, or that is silent, is replaced."""
@@ -170,17 +161,16 @@ class DeviceMover:
             why = "was closed first" if self._is_stopped else f"does not work ({now.fault})"
         self._end(job, RankEnd(job.ticket, self.device, Unavailable(f"the mover of {self.device} {why}"), None))
 
-    def expedite(self, direction: Direction, ticket: int) -> None:
-        self._put(records.expedite_record(direction, ticket))
-
-    def pause_background(self, seconds: float) -> None:
-        """Hold background stores back for a while."""
-        self._put(records.pause_record(seconds))
+    def put(self, record: list[Part]) -> None:
+        """Tell the mover of now something, if there is one."""
+        life = self._now.life
+        if life is not None:
+            life.put(record)
 
     def limit_copies(self, direction: Direction, bytes_per_second: int) -> None:
         """Set another byte budget; later movers get it too."""
         self._limits[direction] = bytes_per_second
-        self._put(records.limit_record(direction, bytes_per_second))
+        self.put([packed(records.LIMIT, WAYS.index(direction), bytes_per_second)])
 
     def forget(self, pools: Sequence[Pool]) -> None:
         with self._lock:
@@ -201,30 +191,20 @@ class DeviceMover:
             raise Unavailable(f"the mover of {self.device} does not work ({fault or 'it is closed'}); try again")
         return life
 
-    def create_slab(self, region: int, size_bytes: int) -> SlabOfMover:
+    def create_slab(self, region: int, size_bytes: int) -> Slab:
         """Zeroed memory under the daemon's number for it. Raises PoolExhausted, Unavailable."""
-        life = self.life()
-        with self._lock:
-            state = self._now
-            pool, most, used = f"device {self.device} (bytes)", self.capacity_bytes, state.used_bytes
-            if not 0 < size_bytes <= (free := most - used):
-                raise PoolExhausted(
-                    pool=pool, wanted=size_bytes, free=free, evictable=0, pinned=used, quarantined=0, capacity=most
-                )
-            state.used_bytes += size_bytes
+        life, state = self.life(), self._now
+        state.budget.take(size_bytes)
         try:
             with self._freeing:
                 told = life.ask("create_slab", region=region, size_bytes=size_bytes)
         except BaseException:
-            with self._lock:
-                state.used_bytes -= size_bytes
+            state.budget.give_back(size_bytes)
             raise
-        fd = told.descriptors[0] if told.descriptors else None
-        handle = Handle(told.head["kind"], told.body, told.head["size_bytes"])
 
-        def give_back(slab: SlabOfMover) -> None:
+        def give_back(slab: Slab) -> None:
+            state.budget.give_back(size_bytes)
             with self._lock:
-                state.used_bytes -= size_bytes
                 is_alive = self._now is state and state.life is not None
             if is_alive:
                 try:
@@ -233,7 +213,7 @@ class DeviceMover:
                 except (Unavailable, MoverFault) as gone:
                     log.info("mover_slab_gone device=%s reason=%s", self.device, gone)
 
-        return SlabOfMover(region, handle, fd, give_back)
+        return Slab(region, *shown(told), give_back)
 
     def open_sheet(self, number: int) -> None:
         """Words of a model, for this life and those after it. Raises Unavailable, and LedgerBroken where it is open."""
@@ -255,11 +235,6 @@ class DeviceMover:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _put(self, record: list[Part]) -> None:
-        life = self._now.life
-        if life is not None:
-            life.put(record)
-
     def _begin_life(self, life: Life) -> None:
         renewed = dict[int, MappedSheet]()
         try:
@@ -279,10 +254,11 @@ class DeviceMover:
                 for number, fresh in renewed.items():
                     self.timeline.put(number, fresh)
                 with self._lock:
-                    self._now = _State(life, lives=self._now.lives + 1)
+                    budget = SlabBudget(self.device, self.capacity_bytes)
+                    self._now = _State(budget, life, lives=self._now.lives + 1)
             undo.pop_all()
-        for limit in list(self._limits.items()):  # others may come meanwhile
-            life.put(records.limit_record(*limit))
+        for direction, limit in list(self._limits.items()):  # others may come meanwhile
+            life.put([packed(records.LIMIT, WAYS.index(direction), limit)])
         if self._closing.is_set():  # a close may have come before there was a life
             life.kill()
 
@@ -291,7 +267,7 @@ class DeviceMover:
         try:
             self._begin_life(self._live())
         except Exception as refused:  # noqa: BLE001 - the root of a thread: ``started`` has it
-            self._now = _State(fault=str(refused))
+            self._now.fault = str(refused)
             self.started.set_exception(refused)
         else:
             self.started.set_result(None)
@@ -327,10 +303,10 @@ class DeviceMover:
             if job is not None:
                 self._end(job, end)
         elif kind == records.BEGAN:
-            ticket, began = records.began_of(np.frombuffer(record, np.int64))
+            _, ticket, began_ns = struct.unpack("<3q", record)
             with self._lock:
                 if ticket in self._now.jobs:
-                    self._now.began[ticket] = began
+                    self._now.began[ticket] = began_ns / 1e9
         elif kind == records.BROKEN:
             self._broke(life, record[8:].decode(errors="replace"))
 
@@ -339,8 +315,8 @@ class DeviceMover:
         if end.error is not None:
             self.timeline.write(job.slot.failed_word, job.slot.end)
             self.timeline.write(job.slot.word, job.slot.end)
-        assert self._on_end is not None
-        self._on_end(end)
+        assert self.on_end is not None
+        self.on_end(end)
 
     def _broke(self, life: Life, fault: str) -> None:
         with self._lock:

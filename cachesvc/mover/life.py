@@ -17,14 +17,15 @@ import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Any, NamedTuple, Protocol, TypedDict
 
 from cachesvc.memory.interface import Handle
 from cachesvc.memory.timeline import MappedSheet
 from cachesvc.model.errors import CacheError, Unavailable
 from cachesvc.model.text import module_command
-from cachesvc.mover import records
 from cachesvc.mover.records import (
+    DIED,
     ENDS_BYTES,
     JOBS_BYTES,
     MOST_DESCRIPTORS,
@@ -38,6 +39,9 @@ from cachesvc.mover.records import (
     Settings,
     Writer,
     error_again,
+    packed,
+    showing,
+    shown,
 )
 
 HURRY_SECONDS = 2.0
@@ -60,7 +64,7 @@ class HostChunk(NamedTuple):
     """Host memory, by its region's number here and its file."""
 
     region: int
-    size_bytes: int
+    view: memoryview
     fd: int
 
 
@@ -119,7 +123,7 @@ class Life:
             if hello["version"] != self._version:
                 raise Unavailable(f"the mover is of version {hello['version']}, this daemon of {self._version}")
             self._is_ours, self.pid = True, hello["pid"]
-            told = self.ask("open", descriptors=(jobs.fd, ends.fd, *self._claim()), **self._settings.told())
+            told = self.ask("open", descriptors=(jobs.fd, ends.fd, *self._claim()), **asdict(self._settings))
             self.facts = told.head
             ours, theirs = socket.socketpair()
             undo.callback(ours.close)
@@ -145,7 +149,7 @@ class Life:
     ) -> Message:
         """Ask the mover, from any thread. Raises what it refuses with, and Unavailable where it is gone, or has not
         answered in ``seconds`` seconds: then it is ended."""
-        return self._channel.ask(name, seconds, descriptors=descriptors, **fields)
+        return self._channel.ask(name, seconds, Message(fields, descriptors=tuple(descriptors)))
 
     def probe(self, seconds: float) -> str:
         """Ask whether the device works, whatever else the mover is asked meanwhile; returns what is wrong, or nothing.
@@ -188,7 +192,7 @@ class Life:
         return refused
 
     def _learn_batch(self, batch: Sequence[HostChunk]) -> dict[int, Exception]:
-        sizes, files = [(chunk.region, chunk.size_bytes) for chunk in batch], [chunk.fd for chunk in batch]
+        sizes, files = [(chunk.region, chunk.view.nbytes) for chunk in batch], [chunk.fd for chunk in batch]
         try:
             told = self.ask("register_hosts", descriptors=files, chunks=sizes).head["refused_of"]
         except MoverGone:
@@ -202,9 +206,7 @@ class Life:
         """Have the mover map another one's slab, once. Raises as ``ask``."""
         with self._learning:
             if region not in self._known:
-                descriptors = () if fd is None else (fd,)
-                fields = {"region": region, "kind": handle.kind, "size_bytes": handle.size_bytes}
-                self._channel.ask("open_peer", ANSWER_SECONDS, descriptors=descriptors, body=handle.token, **fields)
+                self._channel.ask("open_peer", ANSWER_SECONDS, showing(handle, fd, region=region))
                 self._known.add(region)
 
     def forget_peer(self, region: int) -> None:
@@ -217,16 +219,12 @@ class Life:
     def stamp(self) -> StampOfLife:
         """Have the mover write its stamp. Raises as ``ask``."""
         told = self.ask("stamp")
-        handle = Handle(told.head["kind"], told.body, told.head["size_bytes"])
-        return StampOfLife(handle, told.descriptors[0] if told.descriptors else None, told.head["seed"])
+        return StampOfLife(*shown(told), told.head["seed"])
 
     def check_peer(self, stamp: StampOfLife) -> tuple[str, bool]:
         """Have the mover pull another one's stamp; returns what is wrong, if anything, and whether the pull did not
         end. Raises as ``ask``."""
-        descriptors = () if stamp.fd is None else (stamp.fd,)
-        fields = {"kind": stamp.handle.kind, "size_bytes": stamp.handle.size_bytes, "seed": stamp.seed}
-        body = stamp.handle.token
-        told = self._channel.ask("check_peer", ANSWER_SECONDS, descriptors=descriptors, body=body, **fields).head
+        told = self._channel.ask("check_peer", ANSWER_SECONDS, showing(stamp.handle, stamp.fd, seed=stamp.seed)).head
         return told["wrong"], told["hangs"]
 
     def kill(self) -> None:
@@ -274,7 +272,7 @@ class Life:
         poll.register(self._connection.fileno(), select.POLLRDHUP)
         poll.poll()
         self._reap()
-        Writer(self._rings[1]).put(records.died_record())
+        Writer(self._rings[1]).put([packed(DIED)])
 
     def _greet(self) -> dict[str, Any]:
         """Greeting of the mover. Raises Unavailable."""

@@ -1,7 +1,7 @@
 """Device memory that movers hold, and the other movers that may copy from it.
 
 A mover copies from another one's slab once two things are done: it has mapped the slab, and it has got the stamp of
-that mover's life by the way of its loads (``cachesvc.memory.memcpy``). A pair (source, target) that fails the
+that mover's life by the way of its loads (``cachesvc.memory.backend``). A pair (source, target) that fails the
 check is refused until one of the two has a new life, or, where movers of the target ended in the check, the source:
 its copies go by the host.
 """
@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from cachesvc.memory.interface import Handle
-from cachesvc.model.errors import CacheError, LedgerBroken
+from cachesvc.memory.interface import Slab
+from cachesvc.model.errors import CacheError
 from cachesvc.mover.life import Life, StampOfLife
 from cachesvc.mover.records import MoverFault, MoverGone
 
@@ -33,28 +33,6 @@ WAITED_SECONDS, WAITED_OF_SECONDS = 0.5, 30.0
 of a sound device may wait 1 s in all."""
 DEATHS = 2
 """Movers that may die while they check one pair. One death may have another cause; a pair that kills is refused."""
-
-
-@dataclass(slots=True)
-class SlabOfMover:
-    """Device memory in a mover's process. ``fd`` is ours."""
-
-    region: int
-    handle: Handle
-    fd: int | None
-    on_close: Callable[[SlabOfMover], None]
-    is_open: bool = True
-
-    def close(self) -> None:
-        """Give the memory back; nothing but the descriptor where its mover has died. Raises LedgerBroken the second
-        time."""
-        if not self.is_open:
-            raise LedgerBroken(f"slab of region {self.region} was closed before")
-        self.is_open = False
-        self.on_close(self)
-        if self.fd is not None:
-            os.close(self.fd)
-            self.fd = None
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +72,7 @@ class _Peer:
 class _Known(NamedTuple):
     """A slab, its device, and the life that holds it; None where that has ended already."""
 
-    slab: SlabOfMover
+    slab: Slab
     device: str
     source: _Peer | None
 
@@ -176,14 +154,14 @@ class PeerSlabs:
         if ended is not None:
             ended.forget()
 
-    def close(self) -> list[SlabOfMover]:
+    def close(self) -> list[Slab]:
         """Forget all lives; returns the slabs that are left."""
         for device in list(self._peers):
             self.end(device)
         with self._lock:
             return [known.slab for known in self._slabs.values()]
 
-    def add(self, device: str, slab: SlabOfMover) -> None:
+    def add(self, device: str, slab: Slab) -> None:
         """Show a new slab to the movers that reach it; waits for them, but not for long."""
         with self._lock:
             source = self._peers.get(device)
@@ -235,7 +213,7 @@ class PeerSlabs:
     def _targets(self, source: str) -> list[_Peer]:
         return [peer for peer in self._peers.values() if self._is_wired(source, peer.device)]
 
-    def _telling(self, target: _Peer, source: _Peer, slab: SlabOfMover) -> Callable[[], None]:
+    def _telling(self, target: _Peer, source: _Peer, slab: Slab) -> Callable[[], None]:
         """Tells a mover of another one's slab; may come late, when the slab's own descriptor is closed."""
         fd = None if slab.fd is None else os.dup(slab.fd)
 
@@ -248,7 +226,7 @@ class PeerSlabs:
 
         return tell
 
-    def _tell(self, target: _Peer, source: _Peer, slab: SlabOfMover, fd: int | None) -> None:
+    def _tell(self, target: _Peer, source: _Peer, slab: Slab, fd: int | None) -> None:
         """Have a mover map another one's slab. One that refuses is not reached from there: its loads go by the host."""
         is_known = self._is_sound(target, source) and _tolerated(
             partial(target.life.learn_peer, slab.region, slab.handle, fd)

@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from cachesvc.memory.host_pool import HostBudget, budget_of
+from cachesvc.memory.interface import Slab, require_inside
 from cachesvc.memory.timeline import HostTimeline
-from cachesvc.model.errors import CacheError, InvalidRequest, NotFound, Unavailable
+from cachesvc.model.errors import CacheError, NotFound, Unavailable
 from cachesvc.model.words import Direction
 from cachesvc.mover.device import DeviceMover
 from cachesvc.mover.life import Begin, Claim, HostChunk, Life, child
-from cachesvc.mover.peers import PeerSlabs, SlabOfMover, at_once
-from cachesvc.mover.records import MOST_DESCRIPTORS, MoverFault, Settings
+from cachesvc.mover.peers import PeerSlabs, at_once
+from cachesvc.mover.records import EXPEDITE, MOST_DESCRIPTORS, PAUSE, WAYS, MoverFault, Settings, packed
 from cachesvc.swap.movers import OnEnd, RankJob
 from cachesvc.swap.planner import Pool
 
@@ -43,11 +45,15 @@ AT_ONCE_AHEAD_S, AT_ONCE_S = 0.75, 0.1
 where there are no huge pages), and for which they do."""
 
 
-class _Chunk(NamedTuple):
-    """Host memory that every mover copies from and to."""
+@dataclass(slots=True, eq=False)
+class _Equipped:
+    """One life of a device's mover: chunks that it has, was asked to take, and refuses, and why."""
 
-    view: memoryview
-    fd: int
+    life: Life
+    has: set[int] = field(default_factory=set)
+    tried: set[int] = field(default_factory=set)
+    lacking: dict[int, str] = field(default_factory=dict)
+    again_at: float = 0.0
 
 
 class MoverProcesses:
@@ -70,16 +76,11 @@ class MoverProcesses:
         self._claim: Claim = tuple
         self._lock = threading.Lock()
         self._regions = itertools.count(1)
-        self._chunks: dict[int, _Chunk] = {}
-        # By device, of the life that its mover has: chunks that it has, was asked to take, and refuses, and why.
-        self._has: dict[str, set[int]] = {}
-        self._tried: dict[str, set[int]] = {}
-        self._lacking: dict[str, dict[int, str]] = {}
-        self._again_at: dict[str, float] = {}
+        self._chunks: dict[int, HostChunk] = {}
+        self._equipped: dict[str, _Equipped] = {}
         self._teaching: set[str] = set()  # devices with a thread that tells them of chunks
         self._on_host: Callable[[str], None] = _no_pool
         self._peers = PeerSlabs(reaches)
-        self._lives: dict[str, Life] = {}
         self._figures: dict[str, dict[str, Any]] = {}
         self._on_lost: Callable[[str, str], None] = _nobody_told
         self._at = {
@@ -149,7 +150,7 @@ class MoverProcesses:
                 log.warning("mover_start_not_waited_for device=%s", mover.device)
             mover.go_on(is_late=is_late)
 
-    def create_slab(self, device: str, size_bytes: int) -> SlabOfMover:
+    def create_slab(self, device: str, size_bytes: int) -> Slab:
         """Zeroed memory, which the movers that reach it can copy from; one that hangs, only when it has answered.
         Raises PoolExhausted (in bytes), Unavailable."""
         self._check_running()
@@ -157,9 +158,11 @@ class MoverProcesses:
         slab = at.create_slab(next(self._regions), size_bytes)
         close = slab.on_close
 
-        def give_back(closed: SlabOfMover) -> None:
+        def give_back(closed: Slab) -> None:
             self._peers.remove(device, closed.region)
             at_once([partial(close, closed)])
+            if closed.fd is not None:
+                os.close(closed.fd)
 
         slab.on_close = give_back
         self._peers.add(device, slab)
@@ -197,14 +200,15 @@ class MoverProcesses:
         assert fd is not None, "a mover maps memory files"
         with self._lock:
             region = next(self._regions)
-            self._chunks[region] = _Chunk(buffer, fd)
-            for device in self._lives:
+            self._chunks[region] = HostChunk(region, buffer, fd)
+            for device in self._equipped:
                 self._teach_soon(device)
         return region
 
     def has_host(self, device: str, region: int) -> bool:
         """True where the mover of a device can copy from and to a chunk."""
-        return region in self._has.get(device, ())
+        at = self._equipped.get(device)
+        return at is not None and region in at.has
 
     def tell_hosts(self, on_host: Callable[[str], None]) -> None:
         """Tell ``on_host(device)``, from a thread, when a device has got chunks."""
@@ -212,7 +216,8 @@ class MoverProcesses:
 
     def lacking_hosts(self) -> dict[str, tuple[int, str]]:
         with self._lock:
-            return {device: (len(why), next(reversed(why.values()))) for device, why in self._lacking.items() if why}
+            lacking = {device: list(at.lacking.values()) for device, at in self._equipped.items() if at.lacking}
+        return {device: (len(whys), whys[-1]) for device, whys in lacking.items()}
 
     def limit_copies(self, direction: Direction, bytes_per_second: int) -> None:
         """Set another byte budget for every device."""
@@ -225,7 +230,7 @@ class MoverProcesses:
 
     def require_answer(self, device: str) -> None:
         """Ask a device's mover for a sign of life. Raises Unavailable."""
-        self._mover(device).require_answer()
+        self._mover(device).life().require_answer(self._probe_seconds)
 
     def probe(self) -> None:
         """Ask every mover for its device, all at once. Waits for no answer that takes long."""
@@ -237,8 +242,7 @@ class MoverProcesses:
             chunk, device = self._chunks.get(region), self._peers.device_of(region)
         if chunk is not None:
             view = chunk.view
-            if offset < 0 or size_bytes < 0 or offset + size_bytes > view.nbytes:
-                raise InvalidRequest(f"bytes [{offset}, {offset + size_bytes}) are outside of {view.nbytes} bytes")
+            require_inside(offset, size_bytes, view.nbytes)
             return bytes(view[offset : offset + size_bytes])
         if device is None:
             raise NotFound("region", region, "its slab was closed")
@@ -295,7 +299,7 @@ class MoverProcesses:
     def hurry(self) -> None:
         """The daemon stops: wait for no mover that hangs."""
         with self._lock:
-            lives = list(self._lives.values())
+            lives = [at.life for at in self._equipped.values()]
         at_once([life.hurry for life in lives])
 
     def close(self) -> None:
@@ -304,7 +308,7 @@ class MoverProcesses:
         self._running = False
         with self._lock:
             self._chunks.clear()
-            self._lives.clear()
+            self._equipped.clear()
         for slab in self._peers.close():
             slab.close()
         if self._budget is not None:
@@ -315,7 +319,7 @@ class MoverProcesses:
     def listen(self, on_end: OnEnd) -> None:
         """Tell of jobs that end; they are taken from now on."""
         for mover in self._at.values():
-            mover.listen(on_end)
+            mover.on_end = on_end
 
     def stop(self) -> None:
         for mover in self._at.values():
@@ -327,7 +331,7 @@ class MoverProcesses:
 
     def expedite(self, devices: Sequence[str], direction: Direction, ticket: int) -> None:
         for device in devices:
-            self._mover(device).expedite(direction, ticket)
+            self._mover(device).put([packed(EXPEDITE, WAYS.index(direction), ticket)])
 
     def began(self, device: str, ticket: int) -> float | None:
         """Time at which a job's first slice was started."""
@@ -335,7 +339,7 @@ class MoverProcesses:
 
     def pause_background(self, device: str, seconds: float) -> None:
         """Hold back background stores for a while."""
-        self._mover(device).pause_background(seconds)
+        self._mover(device).put([packed(PAUSE, round(seconds * 1e6))])
 
     def forget(self, pools: Sequence[Pool]) -> None:
         for mover in self._at.values():
@@ -350,15 +354,14 @@ class MoverProcesses:
     def _equip(self, device: str, life: Life) -> None:
         """Equip a new life: what comes meanwhile reaches it too, and all of it once."""
         with self._lock:
-            self._lives[device] = life
-            self._has[device], self._tried[device], self._lacking[device] = set(), set(), {}
-            chunks = dict(self._chunks)
+            at = self._equipped[device] = _Equipped(life)
+            chunks = list(self._chunks.values())
         if figures := self._figures.get(device):
             life.ask("plan_by", figures=figures)
-        refused = life.learn_hosts([HostChunk(each, chunk.view.nbytes, chunk.fd) for each, chunk in chunks.items()])
+        refused = life.learn_hosts(chunks)
         if refused and (fault := life.probe(self._probe_seconds)):
             raise Unavailable(f"{device} cannot take host memory: {fault}")
-        self._note_chunks(device, life, list(chunks), refused)
+        self._note_chunks(device, at, chunks, refused)
         self._peers.begin(device, life)
 
     def _teach_soon(self, device: str) -> None:
@@ -372,15 +375,14 @@ class MoverProcesses:
         """Root of a thread: until the device has been asked for all chunks that there are."""
         while True:
             with self._lock:
-                life = self._lives.get(device)
-                due = [] if life is None else [each for each in self._chunks if each not in self._tried[device]]
-                due = due[:MOST_DESCRIPTORS]
-                chunks = [HostChunk(each, self._chunks[each].view.nbytes, self._chunks[each].fd) for each in due]
-                if life is None or not due:
+                at = self._equipped.get(device)
+                due = [] if at is None else [each for each in self._chunks.values() if each.region not in at.tried]
+                if at is None or not due:
                     self._teaching.discard(device)
                     return
+            due = due[:MOST_DESCRIPTORS]
             try:
-                refused = life.learn_hosts(chunks)
+                refused = at.life.learn_hosts(due)
             except (CacheError, MoverFault) as gone:  # its next life gets all of them first
                 log.info("mover_chunk_not_told device=%s reason=%s", device, gone)
                 with self._lock:
@@ -388,21 +390,23 @@ class MoverProcesses:
                 return
             if refused:
                 self._at[device].probe()  # of a GPU that broke a new mover asks again
-            self._note_chunks(device, life, due, refused)
+            self._note_chunks(device, at, due, refused)
 
-    def _note_chunks(self, device: str, life: Life, regions: Sequence[int], refused: dict[int, Exception]) -> None:
+    def _note_chunks(
+        self, device: str, at: _Equipped, chunks: Sequence[HostChunk], refused: dict[int, Exception]
+    ) -> None:
         """A life of a mover has taken chunks, or refused some of them, for which it is asked again later."""
+        regions = {chunk.region for chunk in chunks}
         with self._lock:
-            if self._lives.get(device) is not life:
+            if self._equipped.get(device) is not at:
                 return
-            lacking, is_first = self._lacking[device], not self._lacking[device]
-            self._tried[device].update(regions)
-            self._has[device].update(each for each in regions if each not in refused)
-            for each in regions:
-                lacking.pop(each, None)
-            lacking.update({each: str(why) for each, why in refused.items()})
+            is_first = not at.lacking
+            at.tried |= regions
+            at.has |= regions - refused.keys()
+            at.lacking = {each: why for each, why in at.lacking.items() if each not in regions}
+            at.lacking |= {each: str(why) for each, why in refused.items()}
             if refused:
-                self._again_at[device] = time.monotonic() + REFUSED_AGAIN_S
+                at.again_at = time.monotonic() + REFUSED_AGAIN_S
         if refused and is_first:
             why = next(iter(refused.values()))
             log.warning("mover_chunk_refused device=%s chunks=%d reason=%s", device, len(refused), why)
@@ -410,10 +414,10 @@ class MoverProcesses:
 
     def _try_refused_again(self, device: str) -> None:
         with self._lock:
-            lacking = self._lacking.get(device)
-            if lacking and device in self._lives and time.monotonic() >= self._again_at[device]:
-                self._again_at[device] = time.monotonic() + REFUSED_AGAIN_S
-                self._tried[device] -= lacking.keys()
+            at = self._equipped.get(device)
+            if at is not None and at.lacking and time.monotonic() >= at.again_at:
+                at.again_at = time.monotonic() + REFUSED_AGAIN_S
+                at.tried -= at.lacking.keys()
                 self._teach_soon(device)
 
     def _probe(self, device: str) -> None:
@@ -430,9 +434,7 @@ class MoverProcesses:
 
     def _lost(self, device: str, why: str) -> None:
         with self._lock:
-            self._lives.pop(device, None)
-            for known in (self._has, self._lacking):
-                known.pop(device, None)
+            self._equipped.pop(device, None)
         self._peers.end(device)
         self._on_lost(device, why)
 

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from cachesvc.memory.arbiter import SLICE_BYTES, CopyRules
 from cachesvc.memory.extents import Extent, ExtentTable, map_memfd, sealed_memfd
+from cachesvc.memory.interface import Handle
 from cachesvc.memory.timeline import TIMELINE_WORDS
 from cachesvc.model.errors import BY_CODE, CacheError, ErrorCode, Unavailable
 from cachesvc.model.futex import fence, store, store_and_wake, wait_reached, wake, words_of
@@ -45,8 +46,8 @@ _HEAD = struct.Struct(f"<{len(JOB_FIELDS)}q")
 _MOVE = struct.Struct("<6q")
 _END = struct.Struct("<4q")
 _BY_COSTS = -2
-_WAYS, _URGENCIES = tuple(Direction), tuple(Urgency)
-_FROM_PEER = len(_WAYS)
+WAYS, _URGENCIES = tuple(Direction), tuple(Urgency)
+_FROM_PEER = len(WAYS)
 """Number of the way of a load from another replica."""
 MOST_REASON_BYTES = 4096
 KEPT_TABLES = 64
@@ -79,9 +80,9 @@ class Teller:
             numbers += (*pools, len(move.device_pages), len(move.host_pages))
         slot, step = job.slot, _BY_COSTS if job.layers_per_step is None else job.layers_per_step
         places = (slot.word, slot.failed_word, slot.base, slot.layers)
-        way = _FROM_PEER if job.is_from_peer else _WAYS.index(job.direction)
+        way = _FROM_PEER if job.is_from_peer else WAYS.index(job.direction)
         urgency = _URGENCIES.index(job.urgency)
-        head = _packed(JOB, job.ticket, way, urgency, step, *places, len(job.moves), *numbers)
+        head = packed(JOB, job.ticket, way, urgency, step, *places, len(job.moves), *numbers)
         pages = [column for move in job.moves for column in (move.device_pages, move.host_pages)]
         records.append([head, *pages])
         return records
@@ -89,7 +90,7 @@ class Teller:
     def forget(self, pools: Sequence[Pool]) -> list[list[Part]]:
         """Records that let a mover forget pools, as far as it knows them."""
         gone = [self._told.pop(id(pool.geometry), None) for pool in pools]
-        return [[_packed(FORGET, told.number)] for told in gone if told is not None]
+        return [[packed(FORGET, told.number)] for told in gone if told is not None]
 
     def _pool(self, pool: Pool, records: list[list[Part]]) -> tuple[int, int]:
         told = self._told.get(id(pool.geometry))
@@ -154,38 +155,13 @@ class Listener:
             moves.append(GroupMove(self._pools[device][device_table], self._pools[host][host_table], *columns))
         steps = None if step == _BY_COSTS else step
         slot = TimelineSlot(*places)
-        from_peer, direction = way == _FROM_PEER, _WAYS[way % _FROM_PEER]
+        from_peer, direction = way == _FROM_PEER, WAYS[way % _FROM_PEER]
         return RankJob(ticket, self._device, direction, _URGENCIES[urgency], steps, slot, tuple(moves), from_peer)
-
-
-def expedite_record(direction: Direction, ticket: int) -> list[Part]:
-    return [_packed(EXPEDITE, _WAYS.index(direction), ticket)]
-
-
-def expedited(numbers: Int64s) -> tuple[Direction, int]:
-    return _WAYS[int(numbers[1])], int(numbers[2])
-
-
-def pause_record(seconds: float) -> list[Part]:
-    """Record that holds background stores back for a while."""
-    return [_packed(PAUSE, round(seconds * 1e6))]
-
-
-def limit_record(direction: Direction, bytes_per_second: int) -> list[Part]:
-    return [_packed(LIMIT, _WAYS.index(direction), bytes_per_second)]
-
-
-def limited(numbers: Int64s) -> tuple[Direction, int]:
-    return _WAYS[int(numbers[1])], int(numbers[2])
-
-
-def stop_record() -> list[Part]:
-    return [_packed(STOP)]
 
 
 def end_record(end: RankEnd) -> list[Part]:
     began = -1 if end.began is None else round(end.began * 1e9)
-    head = _packed(ENDED, end.ticket, began, end.error is not None)
+    head = packed(ENDED, end.ticket, began, end.error is not None)
     if end.error is None:
         return [head]
     code, said = told_as(end.error)
@@ -199,37 +175,19 @@ def end_of(record: bytes, device: str) -> RankEnd:
     return RankEnd(ticket, device, error, None if began < 0 else began / 1e9)
 
 
-def began_record(ticket: int, began: float) -> list[Part]:
-    """Record of the start of a job's first slice."""
-    return [_packed(BEGAN, ticket, round(began * 1e9))]
-
-
-def began_of(numbers: Int64s) -> tuple[int, float]:
-    return int(numbers[1]), float(numbers[2]) / 1e9
-
-
-def broken_record(fault: str) -> list[Part]:
-    """Record of a device that no longer works for this mover."""
-    return [_packed(BROKEN), fault.encode()[:MOST_REASON_BYTES]]
-
-
-def died_record() -> list[Part]:
-    """Record of a mover's death: the last one."""
-    return [_packed(DIED)]
-
-
 def _geometry_record(number: int, geometry: Geometry) -> list[Part]:
     spans = [(span.plane.layer, span.offset, span.width, span.page_stride) for span in geometry.spans]
-    return [_packed(GEOMETRY, number, geometry.pages, geometry.total_bytes), np.array(spans, np.int64)]
+    return [packed(GEOMETRY, number, geometry.pages, geometry.total_bytes), np.array(spans, np.int64)]
 
 
 def _table_record(geometry: int, number: int, table: ExtentTable) -> list[Part]:
     extents = [(one.first_page, one.pages, one.region, one.offset) for one in table.extents]
-    return [_packed(TABLE, geometry, number), np.array(extents, np.int64).reshape(-1, 4)]
+    return [packed(TABLE, geometry, number), np.array(extents, np.int64).reshape(-1, 4)]
 
 
-def _packed(*numbers: int) -> bytes:
-    return struct.pack(f"<{len(numbers)}q", *numbers)
+def packed(kind: int, *numbers: int) -> bytes:
+    """A record of its kind and numbers, or the beginning of one."""
+    return struct.pack(f"<{1 + len(numbers)}q", kind, *numbers)
 
 
 JOBS_BYTES = 4 << 20
@@ -256,10 +214,6 @@ class Settings:
     fault_copies: float = 0.0
     log_level: str = "info"
     place: int = 0
-
-    def told(self) -> dict[str, Any]:
-        """The settings as numbers and words, for ``Settings(**told)``."""
-        return asdict(self)
 
     @property
     def rules(self) -> CopyRules:
@@ -458,6 +412,21 @@ class Message(NamedTuple):
     descriptors: tuple[int, ...] = ()
 
 
+NOTHING = Message({})
+
+
+def showing(handle: Handle, fd: int | None, **fields: Any) -> Message:
+    """A message about memory that the other side may map."""
+    head = {"kind": handle.kind, "size_bytes": handle.size_bytes} | fields
+    return Message(head, handle.token, () if fd is None else (fd,))
+
+
+def shown(message: Message) -> tuple[Handle, int | None]:
+    """Memory of ``showing``, by a descriptor of this process."""
+    handle = Handle(message.head["kind"], message.body, message.head["size_bytes"])
+    return handle, message.descriptors[0] if message.descriptors else None
+
+
 class MoverFault(RuntimeError):
     """Something broke in a mover, with these words: a bug, or a driver's fault."""
 
@@ -528,23 +497,19 @@ class Channel:
         self._lock = threading.Lock()
         self._most_seconds = math.inf
 
-    def ask(
-        self, name: str, seconds: float, *, descriptors: Sequence[int] = (), body: bytes = b"", **fields: Any
-    ) -> Message:
+    def ask(self, name: str, seconds: float, message: Message = NOTHING) -> Message:
         """Ask, and wait for the whole answer. Raises what the mover refused with, MoverFault, and MoverGone."""
         with self._lock:
             try:
                 seconds = min(seconds, self._most_seconds)
                 until = time.monotonic() + seconds
                 self._connection.settimeout(seconds)
-                send(self._connection, Message({"ask": name} | fields, body, tuple(descriptors)))
+                send(self._connection, message._replace(head={"ask": name} | message.head))
                 answer = receive(self._connection, until)
             except OSError as error:  # what comes late must not be taken for the answer to another question
                 self._on_broken()
                 raise MoverGone(f"the mover does not answer ({error}); it is started again by itself") from error
         if "refused" in answer.head:
-            for descriptor in answer.descriptors:
-                os.close(descriptor)
             raise error_again(answer.head["refused"], answer.head["said"])
         return answer
 

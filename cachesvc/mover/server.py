@@ -19,14 +19,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from cachesvc.memory.backend import LocalBackend, PeerCheck, PullHangs
 from cachesvc.memory.extents import map_memfd
 from cachesvc.memory.host_pool import HostBudget, Neighbours
-from cachesvc.memory.interface import Handle, Slab
-from cachesvc.memory.memcpy import CheckedBackend, PeerCheck, PullHangs
+from cachesvc.memory.interface import Slab
 from cachesvc.model.errors import CacheError, NotFound, Unavailable
 from cachesvc.model.words import CopiesHang
 from cachesvc.mover import records
@@ -34,12 +34,18 @@ from cachesvc.mover.records import (
     ENDS_BYTES,
     JOBS_BYTES,
     MOST_DESCRIPTORS,
+    MOST_REASON_BYTES,
+    WAYS,
+    Int64s,
     Message,
     Reader,
     Ring,
     Settings,
     Writer,
     answer_all,
+    packed,
+    showing,
+    shown,
     told_as,
 )
 from cachesvc.swap.movers import InProcessMovers, RankEnd
@@ -55,25 +61,12 @@ LANDING_SECONDS, LOOK_SECONDS = 2.0, 0.001
 """Time for which the end waits for copies in flight before it frees memory, and the polling interval, seconds."""
 
 
-class MoverBackend(CheckedBackend, Protocol):
-    """A backend of one device whose words other processes make, and whose copies may read slabs of theirs."""
-
-    def open_sheet(self, device: str, sheet: int, fd: int | None = None) -> None:
-        """Take over a sheet by its descriptor, which stays the caller's."""
-
-    def open_peer(self, handle: Handle, fd: int | None) -> int:
-        """Make another mover's slab copyable; returns its region."""
-
-    def close_peer(self, region: int) -> None:
-        """Undo ``open_peer``."""
-
-
 class Equipment(NamedTuple):
     """Equipment of a mover. ``facts``: known facts of its device, by the names of DeviceStatus. ``measure``: its link's
     figures by name, and the costs of plans on it; None: nothing can be measured. ``costs``: until then.
     ``stores_at_once(begin, seconds)``: bytes a second that it stores meanwhile, as others do."""
 
-    backend: MoverBackend
+    backend: LocalBackend[Any]
     facts: Callable[[], dict[str, Any]]
     measure: Callable[[], tuple[dict[str, Any], LinkCosts]] | None = None
     costs: LinkCosts | None = None
@@ -134,7 +127,7 @@ class MoverServer:
             return self._work.start()
         if self._work is None:
             raise Unavailable("this mover was not opened")
-        return self._work.answer(name, asked)
+        return self._work.answer(asked)
 
 
 class _Work:
@@ -155,22 +148,13 @@ class _Work:
         self._is_pinning = False
         self._listener = records.Listener(device, self._regions)
         self._thread = threading.Thread(target=self._serve_jobs, name="jobs", daemon=True)
-        self._answers: dict[str, Callable[[Message], Message]] = {
-            "open_sheet": self._open_sheet,
-            "close_sheet": self._close_sheet,
-            "create_slab": self._create_slab,
-            "close_slab": self._close_slab,
-            "register_hosts": self._register_hosts,
-            "open_peer": self._open_peer,
-            "close_peer": self._close_peer,
-            "stamp": self._stamp,
-            "check_peer": self._check_peer,
-            "read": self._read,
-            "measure": self._measure,
-            "stores_at_once": self._stores_at_once,
-            "plan_by": self._plan_by,
-            "watch": self._watch,
-            "close": self._close,
+        self._takes: dict[int, Callable[[Int64s], object]] = {
+            records.GEOMETRY: self._listener.geometry,
+            records.TABLE: self._listener.table,
+            records.FORGET: self._listener.forget,
+            records.EXPEDITE: lambda told: self._inside.expedite((device,), WAYS[told[1]], int(told[2])),
+            records.PAUSE: lambda told: self._inside.pause_background(device, told[1] / 1e6),
+            records.LIMIT: lambda told: self._backend.limit_copies(WAYS[told[1]], int(told[2])),
         }
 
     def start(self) -> Message:
@@ -180,9 +164,10 @@ class _Work:
         self._thread.start()
         return Message(self._equipment.facts())
 
-    def answer(self, name: str, asked: Message) -> Message:
-        """Answer a question. Raises what stands against it."""
-        return self._answers[name](asked)
+    def answer(self, asked: Message) -> Message:
+        """Answer a question by the method of its name. Raises what stands against it."""
+        answer: Callable[[Message], Message] = getattr(self, f"_answer_{asked.head['ask']}")
+        return answer(asked)
 
     def close(self) -> None:
         """The daemon is gone: see what is on its way land, fail the rest, give everything back. Idempotent."""
@@ -235,58 +220,46 @@ class _Work:
     def _carry_out(self, kind: int, record: bytes) -> None:
         if kind == records.JOB:
             self._inside.submit_here(self._listener.job(record))
-            return
-        numbers = np.frombuffer(record, np.int64)
-        if kind == records.GEOMETRY:
-            self._listener.geometry(numbers)
-        elif kind == records.TABLE:
-            self._listener.table(numbers)
-        elif kind == records.FORGET:
-            self._listener.forget(numbers)
-        elif kind == records.EXPEDITE:
-            direction, ticket = records.expedited(numbers)
-            self._inside.expedite((self._device,), direction, ticket)
-        elif kind == records.PAUSE:
-            self._inside.pause_background(self._device, int(numbers[1]) / 1e6)
-        elif kind == records.LIMIT:
-            self._backend.limit_copies(*records.limited(numbers))
+        else:
+            self._takes[kind](np.frombuffer(record, np.int64))
 
     def _begun(self, ticket: int, now: float) -> None:
-        self._ends.put(records.began_record(ticket, now), wakes=False)  # a thread that wakes there halts the loop
+        self._ends.put(
+            [packed(records.BEGAN, ticket, round(now * 1e9))], wakes=False
+        )  # a thread that wakes there halts the loop
 
     def _ended(self, end: RankEnd) -> None:
         if not isinstance(end.error, CopiesHang):  # that one the daemon ends, once this process cannot write any more
             self._ends.put(records.end_record(end))
         if end.error is not None and (fault := self._backend.fault(self._device)):
-            self._ends.put(records.broken_record(fault))
+            self._ends.put([packed(records.BROKEN), fault.encode()[:MOST_REASON_BYTES]])
 
     # -- questions -----------------------------------------------------------------------------------------------------
 
-    def _open_sheet(self, asked: Message) -> Message:
+    def _answer_open_sheet(self, asked: Message) -> Message:
         words, writers = asked.descriptors
         self._backend.open_sheet(self._device, asked.head["sheet"], words)
         self._writers[asked.head["sheet"]] = os.dup(writers)
         return Message({})
 
-    def _close_sheet(self, asked: Message) -> Message:
+    def _answer_close_sheet(self, asked: Message) -> Message:
         self._backend.close_sheet(self._device, asked.head["sheet"])
         os.close(self._writers.pop(asked.head["sheet"]))
         return Message({})
 
-    def _create_slab(self, asked: Message) -> Message:
+    def _answer_create_slab(self, asked: Message) -> Message:
         region, size_bytes = asked.head["region"], asked.head["size_bytes"]
         slab = self._slabs[region] = self._backend.create_slab(self._device, size_bytes)
         self._regions[region] = slab.region
-        handle = {"kind": slab.handle.kind, "size_bytes": slab.handle.size_bytes}
-        return Message(handle, slab.handle.token, () if slab.fd is None else (slab.fd,))
+        return showing(slab.handle, slab.fd)
 
-    def _close_slab(self, asked: Message) -> Message:
+    def _answer_close_slab(self, asked: Message) -> Message:
         region = asked.head["region"]
         self._slabs.pop(region).close()
         del self._regions[region]
         return Message({})
 
-    def _register_hosts(self, asked: Message) -> Message:
+    def _answer_register_hosts(self, asked: Message) -> Message:
         """Register memory at the mover and the GPU side by side, for the driver pins by one thread more slowly than
         several fill memory; reports the refusal of each, if any."""
         self._is_pinning = True
@@ -305,44 +278,39 @@ class _Work:
             return told_as(refused)
         return None
 
-    def _open_peer(self, asked: Message) -> Message:
-        self._regions[asked.head["region"]] = self._map_peer(asked)
+    def _answer_open_peer(self, asked: Message) -> Message:
+        self._regions[asked.head["region"]] = self._backend.open_peer(*shown(asked))
         return Message({})
 
-    def _map_peer(self, asked: Message) -> int:
-        handle = Handle(asked.head["kind"], asked.body, asked.head["size_bytes"])
-        return self._backend.open_peer(handle, asked.descriptors[0] if asked.descriptors else None)
-
-    def _close_peer(self, asked: Message) -> Message:
+    def _answer_close_peer(self, asked: Message) -> Message:
         self._backend.close_peer(self._regions.pop(asked.head["region"]))
         return Message({})
 
-    def _stamp(self, asked: Message) -> Message:
+    def _answer_stamp(self, asked: Message) -> Message:
         del asked
         slab, seed = self._check.stamp()
-        told = {"kind": slab.handle.kind, "size_bytes": slab.handle.size_bytes, "seed": seed.hex()}
-        return Message(told, slab.handle.token, () if slab.fd is None else (slab.fd,))
+        return showing(slab.handle, slab.fd, seed=seed.hex())
 
-    def _check_peer(self, asked: Message) -> Message:
+    def _answer_check_peer(self, asked: Message) -> Message:
         """Pull another mover's stamp, by the way of loads from it."""
-        region = self._map_peer(asked)
+        region = self._backend.open_peer(*shown(asked))
+        why = ""
         try:
             self._check.verify(region, bytes.fromhex(asked.head["seed"]))
         except PullHangs as hangs:  # the stamp stays mapped: the copy may go on reading it
             return Message({"wrong": str(hangs), "hangs": True})
         except Unavailable as wrong:
-            self._backend.close_peer(region)
-            return Message({"wrong": str(wrong), "hangs": False})
+            why = str(wrong)
         self._backend.close_peer(region)
-        return Message({"wrong": "", "hangs": False})
+        return Message({"wrong": why, "hangs": False})
 
-    def _read(self, asked: Message) -> Message:
+    def _answer_read(self, asked: Message) -> Message:
         region = self._regions.get(asked.head["region"])
         if region is None:
             raise NotFound("region", asked.head["region"], "its slab was closed")
         return Message({}, self._backend.read(region, asked.head["offset"], asked.head["size_bytes"]))
 
-    def _measure(self, asked: Message) -> Message:
+    def _answer_measure(self, asked: Message) -> Message:
         del asked
         if self._equipment.measure is None:
             return Message({})
@@ -350,18 +318,18 @@ class _Work:
         self._inside.plan_by(costs)
         return Message(figures)
 
-    def _stores_at_once(self, asked: Message) -> Message:
+    def _answer_stores_at_once(self, asked: Message) -> Message:
         measure = self._equipment.stores_at_once
         if measure is None:
             return Message({})
         return Message({"bytes_per_second": measure(asked.head["begin"], asked.head["measured_s"])})
 
-    def _plan_by(self, asked: Message) -> Message:
+    def _answer_plan_by(self, asked: Message) -> Message:
         """Plan by another mover's measurements of this device."""
         self._inside.plan_by(costs_of(asked.head["figures"]))
         return Message({})
 
-    def _watch(self, asked: Message) -> Message:
+    def _answer_watch(self, asked: Message) -> Message:
         """Answer signs of life on a connection of their own from now on, also while other questions take their time."""
         connection = socket.socket(fileno=os.dup(asked.descriptors[0]))
         threading.Thread(target=self._show_signs, args=(connection,), name="signs", daemon=True).start()
@@ -379,7 +347,7 @@ class _Work:
             self._backend.probe()
         return Message({"fault": self._backend.fault(self._device)})
 
-    def _close(self, asked: Message) -> Message:
+    def _answer_close(self, asked: Message) -> Message:
         """Stop: the daemon has sent this mover a stop by the ring."""
         del asked
         self._finish()

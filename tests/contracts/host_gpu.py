@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from cachesvc.memory.cuda import PitchedCopies
+from cachesvc.memory.memcpy import PitchedCopies
 
 UNIT_BYTES = 64 << 10
 """Allocations are rounded up to this."""

@@ -14,10 +14,11 @@ import pytest
 from cachesvc.memory.arbiter import CopyRules
 from cachesvc.memory.copy_thread import CopyThreads
 from cachesvc.memory.interface import COPY_FIELDS, CopyJob, CopyStep, Slice, SliceRunner
-from cachesvc.memory.memcpy import check_bounds, run_copies
+from cachesvc.memory.memcpy import run_copies
 from cachesvc.memory.shm import ShmRunner
 from cachesvc.model.errors import InvalidRequest, LimitExceeded, Unavailable
 from cachesvc.model.words import Direction, Urgency
+from tests.sim.stepped_memory import check_bounds
 
 LOAD, STORE = Direction
 SLICE = 1024

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from cachesvc.memory.cuda import CudaBackend, PitchedCopies
-from cachesvc.memory.memcpy import STAMP_BYTES, PeerCheck
+from cachesvc.memory.backend import STAMP_BYTES, PeerCheck
+from cachesvc.memory.cuda import CudaBackend
+from cachesvc.memory.memcpy import PitchedCopies
 from cachesvc.model.errors import Unavailable
 from tests.contracts.host_gpu import HostGpu, HostMark, HostQueue
 
@@ -66,7 +67,7 @@ def silent() -> Iterator[CudaBackend]:
 
 @pytest.fixture
 def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaBackend]:
-    monkeypatch.setattr("cachesvc.memory.memcpy.LOOKS", 2)
+    monkeypatch.setattr("cachesvc.memory.backend.LOOKS", 2)
     HungQueue.goes_on.clear()
     yield from backend_on(HostGpu(0), OddGpu(1, HungQueue), HostGpu(2))
 

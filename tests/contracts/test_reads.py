@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
+from cachesvc.memory.backend import Holds
 from cachesvc.memory.cuda import CudaBackend
 from cachesvc.memory.interface import Backend
+from cachesvc.memory.memcpy import Region
 from cachesvc.memory.shm import ShmBackend
-from cachesvc.memory.timeline import Holds
 from cachesvc.model.errors import LedgerBroken, NotFound
 from tests.contracts.host_gpu import HostGpu
 
@@ -54,13 +56,15 @@ class GatedShm(ShmBackend):
 
     @property
     def taken(self) -> int:
-        return sum(self._used.values())
+        return sum(at.budget.used_bytes for at in self._devices.values())
 
-    def _view(self, region: int) -> memoryview:
-        view = super()._view(region)
-        self.gate.wait()
-        self.taken_while_read.append(self.taken)
-        return view
+    def _add_region(self, region: Region) -> int:
+        def fetch(address: int, size_bytes: int) -> bytes:
+            self.gate.wait()
+            self.taken_while_read.append(self.taken)
+            return region.read(address - region.address, size_bytes)
+
+        return super()._add_region(replace(region, view=None, fetch=fetch))
 
 
 def run(work: Callable[[], object]) -> threading.Thread:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cachesvc.memory.cuda import CudaBackend, CudaSlab
+from cachesvc.memory.cuda import CudaBackend
 from cachesvc.memory.extents import Extent, ExtentTable
+from cachesvc.memory.interface import Slab
 from cachesvc.model.layout import Geometry, Layout, Plane, PlaneGroup, device_geometry, host_geometry
 from cachesvc.model.words import Direction, PagePairs, TimelineSlot, Transfer
 from cachesvc.swap.engine import SwapEngine
@@ -53,7 +54,7 @@ class GroupBytes:
 
     device_geometry: Geometry
     host_geometry: Geometry
-    slab: CudaSlab
+    slab: Slab
     host: PinnedPages
     device_model: Bytes
     host_model: Bytes
@@ -145,7 +146,7 @@ def _group(gpu: Gpu, backend: CudaBackend, layout: Layout, group: int, rng: np.r
     np.frombuffer(memory, np.uint8)[:] = host_model
     host = PinnedPages(page_bytes, HOST_PAGES, memory, backend.register_host(memory))
     slab = backend.create_slab(gpu.uuid, device.total_bytes)
-    write_device(gpu, slab.memory.address, device_model.tobytes())
+    write_device(gpu, slab.address, device_model.tobytes())
     return GroupBytes(device, host_geometry(layout, group, HOST_PAGES), slab, host, device_model, host_model)
 
 

@@ -83,7 +83,7 @@ def test_what_was_stored_comes_back_to_other_pages(gpu: Gpu, rng: np.random.Gene
 def plane_of(group: GroupBytes, layer: int) -> Any:
     """One plane of a slab as a CuPy array ``[pages, width]``."""
     span = group.device_geometry.spans[layer]
-    memory = cupy.cuda.UnownedMemory(group.slab.memory.address, group.slab.size_bytes, group.slab, 0)
+    memory = cupy.cuda.UnownedMemory(group.slab.address, group.slab.handle.size_bytes, group.slab, 0)
     start = cupy.cuda.MemoryPointer(memory, span.offset)
     return cupy.ndarray((DEVICE_PAGES, span.width), np.uint8, memptr=start, strides=(span.page_stride, 1))
 

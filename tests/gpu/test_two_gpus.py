@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from kvcache.v1 import admin_pb2
 
-from cachesvc.memory.cuda import CudaBackend, CudaSlab
-from cachesvc.memory.memcpy import STAMP_BYTES, PeerCheck, bytes_of
+from cachesvc.memory.backend import STAMP_BYTES, PeerCheck, bytes_of
+from cachesvc.memory.cuda import CudaBackend
+from cachesvc.memory.interface import Slab
 from cachesvc.model.errors import Unavailable
 from cachesvc.model.layout import Geometry, Layout, Plane, PlaneGroup, device_geometry, host_geometry
 from cachesvc.model.words import Direction, PagePairs, TimelineSlot, Transfer, has_reached
@@ -66,7 +67,7 @@ class Side:
 
     geometry: Geometry
     model: Bytes
-    slab: CudaSlab | None = None
+    slab: Slab | None = None
     host: PinnedPages | None = None
 
     def rows(self, page: int) -> Iterator[Bytes]:
@@ -204,7 +205,7 @@ def _device(gpu: Gpu, backend: CudaBackend, layout: Layout, group: int, pages: i
     geometry = device_geometry(layout, group, pages)
     model = rng.integers(0, 256, geometry.total_bytes, np.uint8)
     slab = backend.create_slab(gpu.uuid, geometry.total_bytes)
-    write_device(gpu, slab.memory.address, model.tobytes())
+    write_device(gpu, slab.address, model.tobytes())
     return Side(geometry, model, slab=slab)
 
 
@@ -285,9 +286,8 @@ def test_ways_between_the_gpus_bring_each_one_s_stamp_and_no_other_bytes(
             stamp = PeerCheck(rig.backend, source.uuid).stamp()
             check = PeerCheck(rig.backend, target.uuid)
             check.verify(stamp.slab.region, stamp.seed)
-            assert isinstance(stamp.slab, CudaSlab)
             wrong = bytes([bytes_of(stamp.seed)[-1] ^ 1])
-            write_device(source, stamp.slab.memory.address + STAMP_BYTES - 1, wrong)
+            write_device(source, stamp.slab.address + STAMP_BYTES - 1, wrong)
             with pytest.raises(Unavailable, match=f"1 of .* the first at {STAMP_BYTES - 1}"):
                 check.verify(stamp.slab.region, stamp.seed)
 

@@ -13,11 +13,11 @@ import numpy as np
 
 from cachesvc.memory.arbiter import Arbiter, CopyRules
 from cachesvc.memory.copy_thread import end_job
-from cachesvc.memory.interface import CopyJob
-from cachesvc.memory.memcpy import check_bounds, run_copies
+from cachesvc.memory.interface import CopyJob, Handle, Slab
+from cachesvc.memory.memcpy import run_copies
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, PoolExhausted, Unavailable
 from cachesvc.model.words import Direction
-from tests.sim.stepped_memory import SteppedSheet, SteppedSlab, SteppedTimeline
+from tests.sim.stepped_memory import SteppedSheet, SteppedTimeline, check_bounds
 
 CRANKS = 1_000_000
 """Steps that ``run_all`` takes at most: jobs that submit jobs must come to an end."""
@@ -236,7 +236,7 @@ class SteppedBackend:
         """Begin to take work."""
         self._is_running = True
 
-    def create_slab(self, device: str, size_bytes: int) -> SteppedSlab:
+    def create_slab(self, device: str, size_bytes: int) -> Slab:
         """Zeroed memory. Raises PoolExhausted (in bytes) when the device's budget cannot hold it."""
         self._check(device)
         self._check_running()
@@ -255,11 +255,11 @@ class SteppedBackend:
         region = self.register_host(memoryview(bytearray(size_bytes)))
         self._free[device] -= size_bytes
 
-        def drop() -> None:
+        def drop(_: Slab) -> None:
             del self._regions[region]
             self._free[device] += size_bytes
 
-        return SteppedSlab(region, size_bytes, drop)
+        return Slab(region, Handle("memory", region.to_bytes(16, "little"), size_bytes), None, drop)
 
     def timeline(self, device: str) -> SteppedTimeline:
         """The device's timeline."""

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import numpy as np
 
-from cachesvc.memory.interface import Handle
-from cachesvc.model.errors import LedgerBroken, NotFound
+from cachesvc.memory.interface import CopyBatch, Handle
+from cachesvc.memory.memcpy import check_sizes
+from cachesvc.model.errors import NotFound
 
 _sheets = itertools.count()
 
 
-class SteppedSlab:
-    """An array in place of device memory."""
-
-    fd: int | None = None
-
-    def __init__(self, region: int, size_bytes: int, on_close: Callable[[], None]) -> None:
-        self.region = region
-        self.handle = Handle("memory", region.to_bytes(16, "little"), size_bytes)
-        self._on_close = on_close
-        self._is_open = True
-
-    def close(self) -> None:
-        """Give the memory back. Raises LedgerBroken when it was given back before."""
-        if not self._is_open:
-            raise LedgerBroken(f"slab of region {self.region} was closed before")
-        self._is_open = False
-        self._on_close()
+def check_bounds(copies: CopyBatch, region_bytes: Mapping[int, int]) -> None:
+    """Raises CopyOutOfBounds for the first copy that is not wholly inside its two regions."""
+    sizes = []
+    for region in (0, 2):
+        named, index = np.unique(copies[:, region], return_inverse=True)
+        sizes.append(np.array([region_bytes.get(int(one), -1) for one in named], np.int64)[index])
+    check_sizes(copies, sizes[0], sizes[1])
 
 
 class SteppedSheet:

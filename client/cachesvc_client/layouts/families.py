@@ -92,8 +92,7 @@ def gqa(
     ``[kv_heads / tp, block_tokens]``. Raises LayoutRejected when ``kv_heads`` does not divide by ``tensor_parallel``.
     """
     kinds = _key_value(heads_per_rank(kv_heads, tensor_parallel), block_tokens, head_dim, dtype, scale_dtype)
-    planes = [plane for layer in _layers(layers) for plane in _planes(layer, FULL, kinds)]
-    return _layout(block_tokens, tensor_parallel, (PlaneGroup(FULL),), planes)
+    return _layout(block_tokens, tensor_parallel, (PlaneGroup(FULL),), _alike(layers, kinds))
 
 
 @explains_arguments
@@ -111,13 +110,9 @@ def gqa_windowed(
 ) -> Layout:
     """GQA where ``window_layers[i]`` says whether layer i attends to the last ``window_tokens`` (and sinks) only."""
     kinds = _key_value(heads_per_rank(kv_heads, tensor_parallel), block_tokens, head_dim, dtype, scale_dtype)
-    planes = [
-        plane
-        for layer in _layers(len(window_layers))
-        for plane in _planes(layer, WINDOW if window_layers[layer] else FULL, kinds)
-    ]
     groups = (PlaneGroup(FULL), PlaneGroup(WINDOW, window_tokens, sink_tokens))
-    return _layout(block_tokens, tensor_parallel, groups, planes)
+    layers = [[(WINDOW if has_window else FULL, kinds)] for has_window in window_layers]
+    return _layout(block_tokens, tensor_parallel, groups, layers)
 
 
 @explains_arguments
@@ -139,14 +134,14 @@ def gqa_head_windows(
     differ some rows hold nothing (``padding_bytes``). ``even_window_heads`` trades those for heads that are kept whole,
     which is never more bytes. Raises LayoutRejected as ``gqa`` does.
     """
-    planes: list[Plane] = []
-    for layer in _layers(len(window_heads)):
-        for group, rows in zip((FULL, WINDOW), _rows(window_heads[layer], tensor_parallel), strict=True):
-            if rows:
-                kinds = _key_value(rows, block_tokens, head_dim, dtype, scale_dtype)
-                planes += _planes(layer, group, kinds)
+    layers: list[_Layer] = []
+    for is_window in window_heads:
+        splits = _splits(is_window, tensor_parallel)  # a plane has as many rows as a rank has heads there at most
+        rows = {FULL: max(len(split.full) for split in splits), WINDOW: max(len(split.window) for split in splits)}
+        kinds = {group: _key_value(count, block_tokens, head_dim, dtype, scale_dtype) for group, count in rows.items()}
+        layers.append([(group, kinds[group]) for group, count in rows.items() if count])
     groups = (PlaneGroup(FULL), PlaneGroup(WINDOW, window_tokens, sink_tokens))
-    return _layout(block_tokens, tensor_parallel, groups, planes)
+    return _layout(block_tokens, tensor_parallel, groups, layers)
 
 
 @explains_arguments
@@ -162,8 +157,7 @@ def mla(
     """Multi-head latent attention: one plane ``latent`` of ``[1, block_tokens, kv_lora_rank + rope_dim]``, the same
     on every rank (DeepSeek-V3: 512 + 64, 73,728 bytes a block of 64 tokens in bf16)."""
     kinds = (_Kind("latent", (1, block_tokens, kv_lora_rank + rope_dim), dtype_name(dtype)),)
-    planes = [plane for layer in _layers(layers) for plane in _planes(layer, FULL, kinds)]
-    return _layout(block_tokens, tensor_parallel, (PlaneGroup(FULL, replicated=True),), planes)
+    return _layout(block_tokens, tensor_parallel, (PlaneGroup(FULL, replicated=True),), _alike(layers, kinds))
 
 
 @explains_arguments
@@ -184,13 +178,9 @@ def mla_windowed(
     """
     packed = _packed_rows(kv_lora_rank, rope_dim, block_tokens)
     plain = _Kind("latent", (1, block_tokens, kv_lora_rank + rope_dim), dtype_name(dtype))
-    planes = [
-        plane
-        for layer in _layers(len(window_layers))
-        for plane in _planes(layer, *((WINDOW, (packed,)) if window_layers[layer] else (FULL, (plain,))))
-    ]
+    layers = [[(WINDOW, (packed,)) if has_window else (FULL, (plain,))] for has_window in window_layers]
     groups = (PlaneGroup(FULL, replicated=True), PlaneGroup(WINDOW, window_tokens, sink_tokens, replicated=True))
-    return _layout(block_tokens, tensor_parallel, groups, planes)
+    return _layout(block_tokens, tensor_parallel, groups, layers)
 
 
 @explains_arguments
@@ -217,8 +207,7 @@ def dsa(
     fused = (_Kind("index", (block_tokens * (index_head_dim + tiles * TILE_SCALE_BYTES),), "uint8"),)
     index = fused if index_page is IndexPage.FUSED else split
     kinds = (_packed_rows(kv_lora_rank, rope_dim, block_tokens), *index)
-    planes = [plane for layer in _layers(layers) for plane in _planes(layer, FULL, kinds)]
-    return _layout(block_tokens, tensor_parallel, (PlaneGroup(FULL, replicated=True),), planes)
+    return _layout(block_tokens, tensor_parallel, (PlaneGroup(FULL, replicated=True),), _alike(layers, kinds))
 
 
 @explains_arguments
@@ -249,8 +238,8 @@ def opaque(*, block_bytes: int, block_tokens: int, layers: int = 1) -> Layout:
     """
     if layers < 1 or block_bytes % layers:
         raise LayoutRejected(f"block_bytes {block_bytes} must be a multiple of layers {layers}")
-    planes = tuple(Plane("bytes", layer, FULL, (block_bytes // layers,), "uint8") for layer in _layers(layers))
-    return Layout(block_tokens, 1, (PlaneGroup(FULL),), planes)
+    kinds = (_Kind("bytes", (block_bytes // layers,), "uint8"),)
+    return _layout(block_tokens, 1, (PlaneGroup(FULL),), _alike(layers, kinds))
 
 
 @explains_arguments
@@ -295,7 +284,7 @@ def padding_bytes(layout: Layout, window_heads: Sequence[Sequence[bool]]) -> tup
     for plane in layout.own_planes:
         if plane.layer >= len(window_heads):  # a draft's
             continue
-        splits = [split_heads(window_heads[plane.layer], layout.ranks, rank) for rank in range(layout.ranks)]
+        splits = _splits(window_heads[plane.layer], layout.ranks)
         held = sum(len(split.window if plane.group == WINDOW else split.full) for split in splits)
         rows = plane.page_shape[0]
         wasted[layout.group_index[plane.group]] += (rows * layout.ranks - held) * (plane.page_bytes // rows)
@@ -311,19 +300,16 @@ def even_window_heads(window_heads: Sequence[Sequence[bool]], tensor_parallel: i
     """
     out: list[tuple[bool, ...]] = []
     for layer in window_heads:
-        heads_per_rank(len(layer), tensor_parallel)
-        splits = [split_heads(layer, tensor_parallel, rank) for rank in range(tensor_parallel)]
+        splits = _splits(layer, tensor_parallel)
         least = min(len(split.window) for split in splits)
         kept = {head for split in splits for head in split.window[:least]}
         out.append(tuple(head in kept for head in range(len(layer))))
     return tuple(out)
 
 
-def _rows(is_window: Sequence[bool], tensor_parallel: int) -> tuple[int, int]:
-    """Rows of a layer's full and windowed planes: the most heads that a rank has there."""
+def _splits(is_window: Sequence[bool], tensor_parallel: int) -> list[HeadSplit]:
     heads_per_rank(len(is_window), tensor_parallel)
-    splits = [split_heads(is_window, tensor_parallel, rank) for rank in range(tensor_parallel)]
-    return max(len(split.full) for split in splits), max(len(split.window) for split in splits)
+    return [split_heads(is_window, tensor_parallel, rank) for rank in range(tensor_parallel)]
 
 
 def packed_row_bytes(kv_lora_rank: int, rope_dim: int) -> int:
@@ -370,20 +356,31 @@ def _tiles(name: str, values: int) -> int:
     return values // TILE_VALUES
 
 
-def _layers(count: int) -> range:
-    if not 1 <= count <= MAX_PLANES:
-        raise LayoutRejected(f"layers must be 1..{MAX_PLANES}, got {count}")
-    return range(count)
+_Layer = Sequence[tuple[str, Sequence[_Kind]]]
+"""Groups of a layer, each with the planes that it has there."""
 
 
-def _planes(layer: int, group: str, kinds: Sequence[_Kind]) -> Iterator[Plane]:
-    return (Plane(kind.name, layer, group, kind.page_shape, kind.dtype) for kind in kinds)
+def _alike(layers: int, kinds: Sequence[_Kind]) -> list[_Layer]:
+    _check_layers(layers)
+    return [[(FULL, kinds)]] * layers
 
 
-def _layout(block_tokens: int, ranks: int, groups: Sequence[PlaneGroup], planes: Sequence[Plane]) -> Layout:
+def _check_layers(layers: int) -> None:
+    if not 1 <= layers <= MAX_PLANES:
+        raise LayoutRejected(f"layers must be 1..{MAX_PLANES}, got {layers}")
+
+
+def _layout(block_tokens: int, ranks: int, groups: Sequence[PlaneGroup], layers: Sequence[_Layer]) -> Layout:
     """Make a layout without the groups that no plane is in: a model whose layers are all full has no window group."""
+    _check_layers(len(layers))
+    planes = tuple(
+        Plane(kind.name, layer, group, kind.page_shape, kind.dtype)
+        for layer, there in enumerate(layers)
+        for group, kinds in there
+        for kind in kinds
+    )
     used = {plane.group for plane in planes}
-    return Layout(block_tokens, ranks, tuple(group for group in groups if group.name in used), tuple(planes))
+    return Layout(block_tokens, ranks, tuple(group for group in groups if group.name in used), planes)
 
 
 SHORT_NAMES = {

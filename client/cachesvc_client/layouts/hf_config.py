@@ -303,6 +303,10 @@ class _Wish:
     index_page: IndexPage
     heads: HeadWindows | None
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"block_tokens": self.block_tokens, "tensor_parallel": self.tensor_parallel}
+
 
 class _Read(NamedTuple):
     """The layers of the model itself, and how further full ones of the same kind are made."""
@@ -357,7 +361,7 @@ def layout_of_config(
 def _llama(keys: ConfigKeys, wish: _Wish) -> _Read:
     """Llama 3.1; without ``num_key_value_heads`` every query head has its own."""
     kv_heads = keys.find_number("num_key_value_heads") or keys.number("num_attention_heads")
-    return _gqa_layers(keys, wish, kv_heads, _head_dim(keys), ())
+    return _gqa_layers(keys, wish, kv_heads=kv_heads)
 
 
 def _plain(keys: ConfigKeys, wish: _Wish) -> _Read:
@@ -373,10 +377,6 @@ def _plain(keys: ConfigKeys, wish: _Wish) -> _Read:
     return _llama(keys, wish)
 
 
-def _ernie(keys: ConfigKeys, wish: _Wish) -> _Read:
-    return _gqa_layers(keys, wish, keys.number("num_key_value_heads"), _head_dim(keys), ())
-
-
 def _qwen3(keys: ConfigKeys, wish: _Wish) -> _Read:
     """Qwen 3: layers from ``max_window_layers`` on have a window, where ``use_sliding_window`` is on."""
     layers = keys.number("num_hidden_layers")
@@ -384,18 +384,14 @@ def _qwen3(keys: ConfigKeys, wish: _Wish) -> _Read:
     if windows is None and keys.find("use_sliding_window"):
         first = keys.number("max_window_layers")
         windows = tuple(layer >= first for layer in range(layers))
-    return _gqa_layers(keys, wish, keys.number("num_key_value_heads"), _head_dim(keys), windows or ())
+    return _gqa_layers(keys, wish, windows or ())
 
 
 def _mistral(keys: ConfigKeys, wish: _Wish) -> _Read:
     """Mistral and Mixtral: all layers have a window where ``sliding_window`` is set, as in Mistral 7B 0.1."""
     layers = keys.number("num_hidden_layers")
     windows = (True,) * layers if keys.find_number("sliding_window") else ()
-    return _gqa_layers(keys, wish, keys.number("num_key_value_heads"), _head_dim(keys), windows)
-
-
-def _gemma3(keys: ConfigKeys, wish: _Wish) -> _Read:
-    return _gemma3_text(keys.inner("text_config"), wish)
+    return _gqa_layers(keys, wish, windows)
 
 
 def _gemma3_text(keys: ConfigKeys, wish: _Wish) -> _Read:
@@ -407,7 +403,7 @@ def _gemma3_text(keys: ConfigKeys, wish: _Wish) -> _Read:
         windows = tuple((layer + 1) % pattern != 0 for layer in range(layers))
     window_tokens = keys.number("sliding_window")
     kv_heads, head_dim = keys.number("num_key_value_heads", 4), keys.number("head_dim", 256)
-    return _gqa_layers(keys, wish, kv_heads, head_dim, windows, layers=layers, window_tokens=window_tokens)
+    return _gqa_layers(keys, wish, windows, kv_heads=kv_heads, head_dim=head_dim, window_tokens=window_tokens)
 
 
 def _gpt_oss(keys: ConfigKeys, wish: _Wish) -> _Read:
@@ -417,7 +413,8 @@ def _gpt_oss(keys: ConfigKeys, wish: _Wish) -> _Read:
     if windows is None:
         raise ConfigKeyMissing("gpt_oss", "layer_types")
     kv_heads = keys.number("num_key_value_heads")
-    return _gqa_layers(keys, wish, kv_heads, keys.number("head_dim"), windows, default_dtype="bfloat16")
+    head_dim = keys.number("head_dim")
+    return _gqa_layers(keys, wish, windows, kv_heads=kv_heads, head_dim=head_dim, default_dtype="bfloat16")
 
 
 def _deepseek(keys: ConfigKeys, wish: _Wish) -> _Read:
@@ -427,17 +424,16 @@ def _deepseek(keys: ConfigKeys, wish: _Wish) -> _Read:
     _refuse_scales(wish)
     layers = keys.number("num_hidden_layers")
     latent = {"kv_lora_rank": keys.number("kv_lora_rank"), "rope_dim": keys.number("qk_rope_head_dim")}
-    shared = {"block_tokens": wish.block_tokens, "tensor_parallel": wish.tensor_parallel}
     dtype = keys.dtype(wish.kv_dtype)
 
     def full(count: int) -> Layout:
-        return mla(layers=count, dtype=dtype, **latent, **shared)
+        return mla(layers=count, dtype=dtype, **latent, **wish.sizes)
 
     windows = _latent_windows(keys, layers)
     if not any(windows):
         return _Read(full(layers), full)
     window_tokens = keys.number("sliding_window")
-    target = mla_windowed(window_layers=windows, window_tokens=window_tokens, dtype=dtype, **latent, **shared)
+    target = mla_windowed(window_layers=windows, window_tokens=window_tokens, dtype=dtype, **latent, **wish.sizes)
     return _Read(target, full)
 
 
@@ -458,19 +454,11 @@ def _deepseek_sparse(keys: ConfigKeys, wish: _Wish) -> _Read:
     _refuse_scales(wish)
     if wish.kv_dtype not in PACKED_DTYPES:
         raise ConfigRejected(f"sparse attention keeps packed fp8 rows, not {wish.kv_dtype}: leave kv_dtype out")
-    rank, rope = keys.number("kv_lora_rank"), keys.number("qk_rope_head_dim")
+    latent = {"kv_lora_rank": keys.number("kv_lora_rank"), "rope_dim": keys.number("qk_rope_head_dim")}
     index = keys.number("index_head_dim")
 
     def full(count: int) -> Layout:
-        return dsa(
-            layers=count,
-            kv_lora_rank=rank,
-            rope_dim=rope,
-            index_head_dim=index,
-            block_tokens=wish.block_tokens,
-            index_page=wish.index_page,
-            tensor_parallel=wish.tensor_parallel,
-        )
+        return dsa(layers=count, index_head_dim=index, index_page=wish.index_page, **latent, **wish.sizes)
 
     return _Read(full(keys.number("num_hidden_layers")), full)
 
@@ -478,53 +466,31 @@ def _deepseek_sparse(keys: ConfigKeys, wish: _Wish) -> _Read:
 def _gqa_layers(
     keys: ConfigKeys,
     wish: _Wish,
-    kv_heads: int,
-    head_dim: int,
-    windows: tuple[bool, ...],
+    windows: tuple[bool, ...] = (),
     *,
-    layers: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
     window_tokens: int | None = None,
     default_dtype: str | None = None,
 ) -> _Read:
-    dtype = keys.dtype(wish.kv_dtype, default_dtype)
+    kv_heads = kv_heads or keys.number("num_key_value_heads")
+    head_dim = head_dim or _head_dim(keys)
+    shared: dict[str, Any] = {"head_dim": head_dim, "dtype": keys.dtype(wish.kv_dtype, default_dtype), **wish.sizes}
+    shared["scale_dtype"] = wish.scale_dtype
 
     def full(count: int) -> Layout:
-        return gqa(
-            layers=count,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            block_tokens=wish.block_tokens,
-            dtype=dtype,
-            scale_dtype=wish.scale_dtype,
-            tensor_parallel=wish.tensor_parallel,
-        )
+        return gqa(layers=count, kv_heads=kv_heads, **shared)
 
-    layers = layers or keys.number("num_hidden_layers")
-    if wish.heads is not None:
-        _check_heads(wish.heads, layers, kv_heads, windows)
-        target = gqa_head_windows(
-            window_heads=wish.heads.marks,
-            head_dim=head_dim,
-            block_tokens=wish.block_tokens,
-            window_tokens=wish.heads.window_tokens,
-            sink_tokens=wish.heads.sink_tokens,
-            dtype=dtype,
-            scale_dtype=wish.scale_dtype,
-            tensor_parallel=wish.tensor_parallel,
-        )
-        return _Read(target, full)
-    if not any(windows):
-        return _Read(full(layers), full)
-    target = gqa_windowed(
-        window_layers=windows,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        block_tokens=wish.block_tokens,
-        window_tokens=window_tokens or keys.number("sliding_window"),
-        dtype=dtype,
-        scale_dtype=wish.scale_dtype,
-        tensor_parallel=wish.tensor_parallel,
-    )
+    layers = keys.number("num_hidden_layers")
+    if (heads := wish.heads) is not None:
+        _check_heads(heads, layers, kv_heads, windows)
+        reach = {"window_tokens": heads.window_tokens, "sink_tokens": heads.sink_tokens}
+        target = gqa_head_windows(window_heads=heads.marks, **reach, **shared)
+    elif any(windows):
+        shared_window = window_tokens or keys.number("sliding_window")
+        target = gqa_windowed(window_layers=windows, kv_heads=kv_heads, window_tokens=shared_window, **shared)
+    else:
+        target = full(layers)
     return _Read(target, full)
 
 
@@ -573,9 +539,9 @@ READERS: dict[str, Callable[[ConfigKeys, _Wish], _Read]] = {
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
     "deepseek_v32": _deepseek_sparse,
-    "ernie4_5": _ernie,
-    "ernie4_5_moe": _ernie,
-    "gemma3": _gemma3,
+    "ernie4_5": _gqa_layers,
+    "ernie4_5_moe": _gqa_layers,
+    "gemma3": lambda keys, wish: _gemma3_text(keys.inner("text_config"), wish),
     "gemma3_text": _gemma3_text,
     "gpt_oss": _gpt_oss,
     "granite": _llama,

@@ -1,22 +1,16 @@
-"""A GPU by ``gpu_ops``, and its failures in the client's words. Imported only where the daemon's memory is on a GPU."""
+"""A GPU by ``gpu_ops``, and its failures in the client's words."""
 
 from __future__ import annotations
 
-import os
-import sys
-import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvcache.v1 import common_pb2
-
-from cachesvc_client.core.errors import AlreadyClosed, DaemonFault, GpuFailed, InvalidRequest, NotSupported
-from cachesvc_client.memory.device import Device, DevicePlane, PlaneView
+from cachesvc_client.core.errors import GpuFailed, InvalidRequest, NotSupported
+from cachesvc_client.memory.device import DevicePlane
 from gpu_ops.driver import CudaError, CudaMissing, CudaOutOfMemory
 from gpu_ops.gpu import Gpu, gpu_by_uuid
-from gpu_ops.memory import close_ipc, map_fd, map_fd_over, open_ipc, unmap
+from gpu_ops.memory import DeviceMemory, map_fd_over
 
 WRONG_STREAM = {1, 400, 709}
 """Invalid value, invalid handle, context is destroyed: the driver's words for a stream that is none of the device's."""
@@ -36,14 +30,16 @@ CANNOT_MAP = {
 
 
 class CudaDevice:
+    """One GPU in this process; tests have one of their own. Where nothing else is said, calls raise GpuFailed.
+
+    ``ordinal``: number of the GPU in this process."""
+
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
-
-    @property
-    def ordinal(self) -> int:
-        return self._gpu.facts.ordinal
+        self.ordinal = gpu.facts.ordinal
 
     def start(self) -> None:
+        """Join the context that the engine's frameworks use."""
         with failures(f"{self._gpu.uuid} could not be joined"):
             self._gpu.start()
 
@@ -51,29 +47,24 @@ class CudaDevice:
         with failures(f"{self._gpu.uuid} could not be left"):
             self._gpu.close()
 
-    def open_ipc(self, handle: bytes) -> int:
-        with self._mapping(), self._gpu.current() as cuda:
-            return open_ipc(cuda, handle)
+    def open_memory(self, handle: bytes, descriptor: int | None, size_bytes: int) -> DeviceMemory:
+        """Map memory by its descriptor, which may be closed afterwards, else by its handle. Raises NotSupported that
+        says what to do."""
+        with self._mapping():
+            return self._gpu.open_memory(handle, descriptor, size_bytes)
 
-    def close_ipc(self, address: int) -> None:
-        with failures("memory could not be unmapped"), self._gpu.current() as cuda:
-            close_ipc(cuda, address)
-
-    def map_fd(self, descriptor: int, size_bytes: int) -> int:
-        with self._mapping(), self._gpu.current() as cuda:
-            return map_fd(cuda, self.ordinal, descriptor, size_bytes)
+    def close_memory(self, opened: DeviceMemory) -> None:
+        with failures("memory could not be unmapped"):
+            opened.close()
 
     def map_fd_over(self, descriptor: int, address: int, size_bytes: int) -> None:
-        """Map memory by its descriptor in the place of older memory."""
+        """Map memory by its descriptor at ``address``, where ``open_memory`` mapped as much that nothing uses any more.
+        Raises NotSupported that says what to do."""
         with self._mapping(), self._gpu.current() as cuda:
             map_fd_over(cuda, self.ordinal, descriptor, address, size_bytes)
 
-    def unmap(self, address: int, size_bytes: int) -> None:
-        with failures("memory could not be unmapped"), self._gpu.current() as cuda:
-            unmap(cuda, address, size_bytes)
-
     def array(self, plane: DevicePlane) -> Any:
-        """A CuPy array, which holds the plane's owner."""
+        """A CuPy array, which holds the plane's owner. Raises NotSupported without CuPy."""
         try:
             import cupy
         except ImportError as missing:
@@ -88,6 +79,7 @@ class CudaDevice:
             return cupy.ndarray(placed.shape, placed.dtype, memptr=start, strides=placed.strides)
 
     def wait_word(self, stream: int, address: int, target: int) -> None:
+        """Have a stream wait until the word is at or past ``target``, cyclically. Raises InvalidRequest (stream)."""
         try:
             self._gpu.wait_word(stream, address, target)
         except CudaError as error:
@@ -98,6 +90,7 @@ class CudaDevice:
             raise GpuFailed(f"{self._gpu.uuid} took no wait: {error}", error.code) from error
 
     def pin(self, address: int, size_bytes: int) -> int:
+        """Let streams reach host memory of this process; the address at which they do."""
         with failures("the timeline could not be pinned"):
             self._gpu.register_host(address, size_bytes)
             try:
@@ -107,6 +100,7 @@ class CudaDevice:
                 raise
 
     def unpin(self, address: int) -> None:
+        """Undo ``pin``; no stream waits there any more."""
         with failures("the timeline could not be unpinned"):
             self._gpu.unregister_host(address)
 
@@ -135,8 +129,8 @@ def failures(what: str) -> Iterator[None]:
         raise NotSupported(f"{what}: {error}") from error
 
 
-def open_cuda_device(name: str) -> CudaDevice:
-    """The GPU of that UUID. Raises NotSupported."""
+def open_device(name: str) -> CudaDevice:
+    """The GPU of that UUID. Raises NotSupported that says what to do."""
     try:
         return CudaDevice(gpu_by_uuid(name))
     except CudaMissing as error:
@@ -146,117 +140,3 @@ def open_cuda_device(name: str) -> CudaDevice:
         ) from error
     except CudaError as error:
         raise GpuFailed(f"the GPUs of this process could not be listed: {error}", error.code) from error
-
-
-# Memory of the daemon on a GPU, mapped into this process: by a legacy IPC handle, or by the descriptor of a VMM
-# allocation.
-#
-# Unmapping is said to the driver and never left to a destructor: the last array may go on any thread, at any time.
-
-IPC_HANDLE_BYTES = 64
-OWN_REFERENCES = 2
-"""References to a counted object that are not arrays: the local name, and the argument of the count."""
-
-
-class ArrayOwner:
-    """Object that the arrays of a mapping hold, so that it is known whether any is left."""
-
-    __slots__ = ("__weakref__",)
-
-
-class DeviceMapping(ABC):
-    def __init__(self, handle: common_pb2.MemoryHandle, device: Device) -> None:
-        self._handle = handle
-        self._device = device
-        self._address = 0
-        self._owner: ArrayOwner | None = None
-        self._left: weakref.ref[ArrayOwner] | None = None
-
-    @property
-    def size_bytes(self) -> int:
-        return self._handle.size_bytes
-
-    @property
-    def address(self) -> int:
-        if self._owner is None:
-            raise AlreadyClosed("this memory is not mapped any more; attach again")
-        return self._address
-
-    def start(self) -> None:
-        self._address = self._map(self._handle)
-        self._owner = ArrayOwner()
-
-    def plane(self, view: PlaneView) -> DevicePlane:
-        return DevicePlane(self.address, self.size_bytes, view, self._device.ordinal, self._owner)
-
-    @property
-    def can_map_over(self) -> bool:
-        return False
-
-    def map_over(self, address: int) -> None:
-        raise NotSupported(
-            f"memory of kind {self._handle.kind!r} cannot be mapped at {address:#x}, in the place of other memory: run "
-            "the daemon with --device-memory vmm"
-        )
-
-    def close(self) -> bool:
-        if self._owner is not None:
-            self._left, self._owner = weakref.ref(self._owner), None
-        if self._left is not None and self._left() is not None:
-            return False
-        if self._left is not None:
-            self._unmap(self._address)
-            self._left = None
-        return True
-
-    @property
-    def held(self) -> int:
-        owner = None if self._left is None else self._left()
-        return 0 if owner is None else sys.getrefcount(owner) - OWN_REFERENCES
-
-    @abstractmethod
-    def _map(self, handle: common_pb2.MemoryHandle) -> int: ...
-
-    @abstractmethod
-    def _unmap(self, address: int) -> None: ...
-
-
-class IpcMemory(DeviceMapping):
-    """Mapping by a legacy handle. The driver counts the openings of one handle in a process, and so may two pools."""
-
-    def _map(self, handle: common_pb2.MemoryHandle) -> int:
-        if len(handle.token) != IPC_HANDLE_BYTES:
-            raise DaemonFault(f"an IPC handle of {len(handle.token)} bytes came, of {IPC_HANDLE_BYTES}")
-        return self._device.open_ipc(handle.token)
-
-    def _unmap(self, address: int) -> None:
-        self._device.close_ipc(address)
-
-
-class FdMemory(DeviceMapping):
-    """Mapping by a descriptor that comes over the life connection."""
-
-    def __init__(self, handle: common_pb2.MemoryHandle, device: Device, fetch_fd: Callable[[bytes], int]) -> None:
-        super().__init__(handle, device)
-        self._fetch_fd = fetch_fd
-
-    def _map(self, handle: common_pb2.MemoryHandle) -> int:
-        descriptor = self._fetch_fd(handle.token)
-        try:
-            return self._device.map_fd(descriptor, handle.size_bytes)
-        finally:
-            os.close(descriptor)
-
-    @property
-    def can_map_over(self) -> bool:
-        return True
-
-    def map_over(self, address: int) -> None:
-        descriptor = self._fetch_fd(self._handle.token)
-        try:
-            self._device.map_fd_over(descriptor, address, self.size_bytes)
-        finally:
-            os.close(descriptor)
-
-    def _unmap(self, address: int) -> None:
-        self._device.unmap(address, self.size_bytes)

@@ -1,13 +1,10 @@
-"""A GPU as the client uses it: the seam at which a test puts one of its own. The real one is in ``cuda_device``, which
-is imported when the first pool on a GPU is attached: nothing else of the client needs a driver.
-"""
+"""Planes of the daemon's memory as arrays: their places, and what NumPy, CuPy, torch and paddle take of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,52 +47,6 @@ class DevicePlane:
             "version": 3,
             "stream": None,
         }
-
-
-class Device(Protocol):
-    """One GPU in this process. Where nothing else is said, calls raise GpuFailed."""
-
-    @property
-    def ordinal(self) -> int:
-        """Number of the GPU in this process."""
-
-    def start(self) -> None:
-        """Join the context that the engine's frameworks use."""
-
-    def close(self) -> None:
-        """Leave it. Idempotent."""
-
-    def open_ipc(self, handle: bytes) -> int:
-        """Map memory by its handle; the address. Raises NotSupported that says what to do."""
-
-    def close_ipc(self, address: int) -> None:
-        """Unmap what ``open_ipc`` mapped."""
-
-    def map_fd(self, descriptor: int, size_bytes: int) -> int:
-        """Map memory by its descriptor; the address. Raises NotSupported that says what to do."""
-
-    def map_fd_over(self, descriptor: int, address: int, size_bytes: int) -> None:
-        """Map memory by its descriptor at ``address``, where ``map_fd`` mapped as much that nothing uses any more.
-        Raises NotSupported that says what to do."""
-
-    def unmap(self, address: int, size_bytes: int) -> None:
-        """Unmap what ``map_fd`` mapped."""
-
-    def array(self, plane: DevicePlane) -> Any:
-        """The plane as an array that indexes and computes. Raises NotSupported where the library for it is missing."""
-
-    def wait_word(self, stream: int, address: int, target: int) -> None:
-        """Have a stream wait until the word is at or past ``target``, cyclically. Raises InvalidRequest (stream)."""
-
-    def pin(self, address: int, size_bytes: int) -> int:
-        """Let streams reach host memory of this process; the address at which they do."""
-
-    def unpin(self, address: int) -> None:
-        """Undo ``pin``; no stream waits there any more."""
-
-
-DeviceOpener = Callable[[str], Device]
-"""Finds a GPU by its UUID. Raises NotSupported that says what to do."""
 
 
 class PlaneView(NamedTuple):

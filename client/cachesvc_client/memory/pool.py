@@ -36,8 +36,9 @@ from cachesvc_client.core.errors import (
     NotSupported,
 )
 from cachesvc_client.memory import device
-from cachesvc_client.memory.device import Device, DeviceOpener, PlaneView, view_of
-from cachesvc_client.memory.mapping import DEVICE_KINDS, MappedMemory, Memory, memory_of, open_device
+from cachesvc_client.memory.cuda import CudaDevice, open_device
+from cachesvc_client.memory.device import PlaneView, view_of
+from cachesvc_client.memory.mapping import DEVICE_KINDS, MappedMemory, Memory, memory_of
 from cachesvc_client.memory.stream_waits import StreamWaits, stream_handle
 from cachesvc_client.wire.life import LifeConnection
 
@@ -75,7 +76,7 @@ class AttachedPool:
         attached: engine_pb2.AttachResponse,
         life: LifeConnection,
         detach: Callable[[], object],
-        opener: DeviceOpener = open_device,
+        opener: Callable[[str], CudaDevice] = open_device,
     ) -> None:
         self.layout = layout
         self.rank = rank
@@ -85,7 +86,7 @@ class AttachedPool:
         self._detach = detach
         self._attached = attached
         self._opener = opener
-        self._gpu: Device | None = None
+        self._gpu: CudaDevice | None = None
         self._memories: list[Memory] = []
         self._slabs: dict[str, Memory] = {}
         self._planes = PoolPlanes(layout, self._show)
@@ -170,15 +171,11 @@ class AttachedPool:
         Raises LoadFailed (the whole load counts as failed), DeadlineExceeded, DaemonUnavailable (soon after the daemon
         goes), InvalidRequest (no such layer).
         """
-        slot = slot_of(ticket)
-        if slot is not None:
-            self._wait(ticket, slot, layer_target(slot, layer), timeout_s)
+        self._wait(ticket, layer, timeout_s)
 
     def wait_ticket(self, ticket: TicketView, timeout_s: float) -> None:
         """Wait until all of a transfer is in place; raises as ``wait_layer``."""
-        slot = slot_of(ticket)
-        if slot is not None:
-            self._wait(ticket, slot, slot.end, timeout_s)
+        self._wait(ticket, None, timeout_s)
 
     def wait_layer_on(self, stream: object, ticket: TicketView, layer: int) -> None:
         """Have a GPU stream wait for a layer; returns at once, and may be captured into a graph.
@@ -188,15 +185,11 @@ class AttachedPool:
         computed. Raises LoadFailed and DaemonUnavailable for what is known already, NotSupported (no GPU: take
         ``wait_layer``), InvalidRequest (layer, stream).
         """
-        slot = slot_of(ticket)
-        if slot is not None:
-            self._wait_on(stream, ticket, slot, layer_target(slot, layer))
+        self._wait_on(stream, ticket, layer)
 
     def wait_ticket_on(self, stream: object, ticket: TicketView) -> None:
         """Have a GPU stream wait for all of a transfer; as ``wait_layer_on``."""
-        slot = slot_of(ticket)
-        if slot is not None:
-            self._wait_on(stream, ticket, slot, slot.end)
+        self._wait_on(stream, ticket, None)
 
     def confirm(self, *tickets: TicketView) -> None:
         """Make sure that loads which streams waited for did come: once the stream was synchronised, before what was
@@ -292,7 +285,10 @@ class AttachedPool:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)  # a driver may take its time
 
-    def _wait(self, ticket: TicketView, slot: TimelineSlot, target: int, timeout_s: float) -> None:
+    def _wait(self, ticket: TicketView, layer: int | None, timeout_s: float) -> None:
+        if (slot := slot_of(ticket)) is None:
+            return
+        target = layer_target(slot, layer)
         deadline_s = time.monotonic() + timeout_s
         while True:
             words = self.timeline
@@ -311,7 +307,10 @@ class AttachedPool:
         if outcome is LoadOutcome.LOST:
             raise DaemonUnavailable(f"the daemon went away during load {ticket.id}; recompute its blocks")
 
-    def _wait_on(self, stream: object, ticket: TicketView, slot: TimelineSlot, target: int) -> None:
+    def _wait_on(self, stream: object, ticket: TicketView, layer: int | None) -> None:
+        if (slot := slot_of(ticket)) is None:
+            return
+        target = layer_target(slot, layer)
         self._require_open()
         handle = stream_handle(stream)
         if self._waits is None:
@@ -479,8 +478,10 @@ class PoolPlanes:
         self._arrays.clear()
 
 
-def layer_target(slot: TimelineSlot, layer: int) -> int:
-    """The value that a load's word reaches with a layer. Raises InvalidRequest."""
+def layer_target(slot: TimelineSlot, layer: int | None) -> int:
+    """The value that a load's word reaches with a layer, or with all of them. Raises InvalidRequest."""
+    if layer is None:
+        return slot.end
     if not 0 <= layer < max(slot.layers, 1):
         raise InvalidRequest(f"layer {layer} of a load of {slot.layers} layers")
     return (slot.base + layer + 1) & 0xFFFFFFFF

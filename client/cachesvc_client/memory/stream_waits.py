@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import NamedTuple
 
 from cachesvc.model.futex import WORD_BYTES, Words, store_and_wake
 from cachesvc.model.words import TimelineSlot, has_reached
 from cachesvc_client.core.errors import AlreadyClosed, DaemonFault, DaemonUnavailable
-from cachesvc_client.memory.device import Device
+from cachesvc_client.memory.cuda import CudaDevice
 
 PRUNE_AT = 64
 """Pending slots at which those that ended are looked for; there are never more than the timeline has."""
@@ -35,23 +34,16 @@ _PINNED: dict[int, Words] = {}
 close. (The driver refuses to pin what comes to lie at an address that it still takes for pinned.)"""
 
 
-class PendingWait(NamedTuple):
-    """A slot that a stream may wait for."""
-
-    ticket: int
-    slot: TimelineSlot
-
-
 class StreamWaits:
     """The waits of one pool. ``words``: the timeline, writable, which stays mapped until ``close`` has said True."""
 
-    def __init__(self, device: Device, words: Words, again_s: tuple[float, ...] = AGAIN_S) -> None:
+    def __init__(self, device: CudaDevice, words: Words, again_s: tuple[float, ...] = AGAIN_S) -> None:
         self._device = device
         self._words = words
         self._again_s = again_s
         self._base = 0
         self._lock = threading.Lock()
-        self._pending: dict[int, PendingWait] = {}
+        self._pending: dict[int, TimelineSlot] = {}  # by word
         self._released: set[tuple[int, int]] = set()
         self._prune_at = PRUNE_AT
         self._entering = 0
@@ -83,7 +75,7 @@ class StreamWaits:
                 raise DaemonUnavailable(
                     f"the daemon went away before load {ticket} was waited for; recompute its blocks"
                 )
-            self._remember(PendingWait(ticket, slot))
+            self._remember(slot)
             self._entering += 1
         try:
             self._device.wait_word(stream, self._base + WORD_BYTES * slot.word, target)
@@ -128,25 +120,25 @@ class StreamWaits:
         del _PINNED[address]
         return True
 
-    def _remember(self, wait: PendingWait) -> None:
-        known = self._pending.get(wait.slot.word)
-        if known is not None and has_reached(known.slot.end, wait.slot.end):
+    def _remember(self, slot: TimelineSlot) -> None:
+        known = self._pending.get(slot.word)
+        if known is not None and has_reached(known.end, slot.end):
             return
-        self._pending[wait.slot.word] = wait
+        self._pending[slot.word] = slot
         if len(self._pending) >= self._prune_at:
             self._prune()
             self._prune_at = max(PRUNE_AT, 2 * len(self._pending))
 
     def _prune(self) -> None:
         """Forget the slots whose loads have ended."""
-        self._pending = {word: wait for word, wait in self._pending.items() if not self._has_ended(wait.slot)}
+        self._pending = {word: slot for word, slot in self._pending.items() if not self._has_ended(slot)}
 
     def _has_ended(self, slot: TimelineSlot) -> bool:
         return has_reached(int(self._words[slot.word]), slot.end)
 
     def _release(self) -> None:
         """Write what a failed load leaves into every pending slot. The lock is held."""
-        for _, slot in self._pending.values():
+        for slot in self._pending.values():
             if not self._has_ended(slot):
                 self._released.add((slot.word, slot.end))
                 store_and_wake(self._words, slot.failed_word, slot.end)

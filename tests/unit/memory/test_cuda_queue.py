@@ -9,8 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cachesvc.memory.cuda import CudaRunner, GpuHealth, PitchedCopies, Region, Regions
+from cachesvc.memory.cuda import CudaRunner, GpuHealth
 from cachesvc.memory.interface import CopyJob, Slice
+from cachesvc.memory.memcpy import PitchedCopies, Region, Regions
 from cachesvc.memory.timeline import HostTimeline
 from cachesvc.model.words import Urgency
 
@@ -71,7 +72,7 @@ class Queue:
 
 def runner() -> tuple[CudaRunner, Queue, Timeline]:
     queue, timeline = Queue(), Timeline()
-    regions = Regions({1: Region(1 << 30, BYTES, None), 2: Region(1 << 40, BYTES, None)})
+    regions = Regions({1: Region(1 << 30, BYTES), 2: Region(1 << 40, BYTES)})
     return CudaRunner(queue, timeline, lambda: regions, GpuHealth("gpu")), queue, timeline
 
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachesvc.memory.cuda import Region, Regions
 from cachesvc.memory.interface import COPY_FIELDS
-from cachesvc.memory.memcpy import CopyOutOfBounds, check_bounds
+from cachesvc.memory.memcpy import CopyOutOfBounds, Region, Regions
+from tests.sim.stepped_memory import check_bounds
 
 SIZES = {1: 1000, 2: 400, 4: 1000}
 HUGE = (1 << 40, 1 << 62, -1)
@@ -38,7 +38,7 @@ COPIES = st.lists(
 @given(rows=COPIES)
 def test_copies_are_addressed_where_every_one_is_inside(rows: list[tuple[int, ...]]) -> None:
     copies = np.array(rows, np.int64).reshape(-1, len(COPY_FIELDS))
-    regions = Regions({region: Region(region << 20, size, None) for region, size in SIZES.items()})
+    regions = Regions({region: Region(region << 20, size) for region, size in SIZES.items()})
     try:
         check_bounds(copies, SIZES)
     except CopyOutOfBounds as outside:

@@ -81,6 +81,7 @@ def test_slices_cover_every_byte_exactly_once(made: tuple[tuple[CopyStep, ...], 
     assert [piece.is_last for piece in slices] == [False] * (len(slices) - 1) + [True]
 
 
+@settings(deadline=None)
 @given(made=any_steps(), slice_bytes=st.sampled_from((7, 100, 1 << 20)))
 def test_a_word_goes_with_the_last_slice_of_its_step(made: tuple[tuple[CopyStep, ...], int], slice_bytes: int) -> None:
     steps, _ = made

@@ -1,11 +1,11 @@
-"""Waits for tests of movers."""
+"""Movers in threads of this process, engines on movers, and waits for what they log."""
 
 from __future__ import annotations
 
 import logging
 import socket
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,11 +14,14 @@ from cachesvc import __version__
 from cachesvc.memory.host_pool import Neighbours
 from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.errors import Unavailable
+from cachesvc.model.layout import device_geometry
 from cachesvc.mover.life import MoverProcess
 from cachesvc.mover.processes import MoverProcesses
 from cachesvc.mover.records import Settings
 from cachesvc.mover.server import Equipment, MoverServer
+from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.planner import LinkCosts
+from tests.unit.rigs.swap_rig import DEVICE_PAGES, MODEL, Rig, mixed_layout
 
 
 class Heard(logging.Handler):
@@ -48,6 +51,45 @@ def heard_from(name: str) -> Iterator[Heard]:
     log.removeHandler(handler)
 
 
+def in_thread(
+    equip: Callable[[Settings, Neighbours], Equipment], process: MoverProcess | None = None
+) -> tuple[socket.socket, MoverProcess | None]:
+    """A mover in a thread of this process, and the daemon's end of its connection."""
+    ours, theirs = socket.socketpair()
+    threading.Thread(target=MoverServer(theirs, __version__, equip).serve, daemon=True).start()
+    return ours, process
+
+
+def shm_of(settings: Settings, neighbours: Neighbours) -> ShmBackend:
+    return ShmBackend(
+        1,
+        settings.device_bytes,
+        timeline_words=settings.timeline_words,
+        names=(settings.device,),
+        neighbours={settings.device: neighbours},
+    )
+
+
+def shm_settings(*devices: str) -> list[Settings]:
+    return [Settings("shm", device, 1 << 20, timeline_words=64) for device in devices]
+
+
+def engine_on(movers: MoverProcesses, layers_per_step: int | None = None) -> Rig:
+    """An engine on movers that have started, with host pages and no replica yet."""
+    rig = Rig(mixed_layout(1), movers)
+    rig.engine = SwapEngine(movers, rig.done, layers_per_step=layers_per_step)
+    rig.engine.start()
+    rig.add_hosts()
+    return rig
+
+
+def attach_on(rig: Rig, replica: int, device: str) -> None:
+    """Attach a replica of the rig's model on one device."""
+    sizes = [device_geometry(rig.layout, group, DEVICE_PAGES).total_bytes for group in range(2)]
+    slabs = [[rig.backend.create_slab(device, size) for size in sizes]]
+    rig.engine.attach_replica(MODEL, replica, (device,), slabs, [DEVICE_PAGES] * 2)
+
+
 def measured_movers(
     figures: dict[str, Any],
     rates: Sequence[float],
@@ -61,12 +103,7 @@ def measured_movers(
     event. ``refuses``: pairs of a device and a measurement that it refuses."""
 
     def begin(rate: float) -> tuple[socket.socket, MoverProcess | None]:
-        ours, theirs = socket.socketpair()
-
         def equip(settings: Settings, neighbours: Neighbours) -> Equipment:
-            views = {settings.device: neighbours}
-            backend = ShmBackend(1, settings.device_bytes, names=(settings.device,), neighbours=views)
-
             def check(name: str) -> None:
                 if (settings.device, name) in refuses:
                     raise Unavailable(f"{settings.device} cannot be measured")
@@ -83,10 +120,9 @@ def measured_movers(
                     hangs[settings.device].wait()
                 return figures, LinkCosts()
 
-            return Equipment(backend, dict, measure, stores_at_once=store)
+            return Equipment(shm_of(settings, neighbours), dict, measure, stores_at_once=store)
 
-        threading.Thread(target=MoverServer(theirs, __version__, equip).serve, daemon=True).start()
-        return ours, None
+        return in_thread(equip)
 
     settings = [Settings("shm", f"shm-{place}", 1 << 20) for place in range(len(rates))]
     return MoverProcesses(settings, __version__, begins=[partial(begin, rate) for rate in rates], **limits)

@@ -9,22 +9,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 
 from cachesvc import __version__
-from cachesvc.memory.host_pool import Neighbours
-from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.errors import Unavailable
-from cachesvc.model.layout import device_geometry
 from cachesvc.model.words import PagePairs, Transfer, Urgency
 from cachesvc.mover.life import Begin, MoverProcess, child
 from cachesvc.mover.processes import MoverProcesses
-from cachesvc.mover.records import Settings
-from cachesvc.mover.server import Equipment, MoverServer
-from cachesvc.swap.engine import SwapEngine
-from tests.unit.mover.mover_rig import heard_from
-from tests.unit.rigs.swap_rig import DEVICE_PAGES, LOAD, MODEL, STORE, Rig, mixed_layout
+from cachesvc.mover.server import Equipment
+from tests.unit.mover.mover_rig import attach_on, engine_on, heard_from, in_thread, shm_of, shm_settings
+from tests.unit.rigs.swap_rig import LOAD, MODEL, STORE, Rig
 
 MOVERS = 8
 NAMES = tuple(f"shm-{number}" for number in range(MOVERS))
@@ -32,49 +28,22 @@ HUNG = MOVERS - 1
 TURNS = 4
 
 
-def in_thread() -> tuple[socket.socket, MoverProcess | None]:
-    """A mover in a thread of this process."""
-    ours, theirs = socket.socketpair()
-
-    def equip(settings: Settings, neighbours: Neighbours) -> Equipment:
-        views = {settings.device: neighbours}
-        backend = ShmBackend(
-            1,
-            settings.device_bytes,
-            timeline_words=settings.timeline_words,
-            names=(settings.device,),
-            neighbours=views,
-        )
-        return Equipment(backend, dict)
-
-    threading.Thread(target=MoverServer(theirs, __version__, equip).serve, daemon=True).start()
-    return ours, None
+def sound() -> tuple[socket.socket, MoverProcess | None]:
+    return in_thread(lambda settings, neighbours: Equipment(shm_of(settings, neighbours), dict))
 
 
 def movers_with(last: Begin, *, probe_seconds: float = 10.0, start_seconds: float = 10.0) -> MoverProcesses:
     """Seven movers in threads, and ``last``."""
-    settings = [Settings("shm", name, 1 << 20, timeline_words=64) for name in NAMES]
-    begins = [*[in_thread] * HUNG, last]
-    return MoverProcesses(
-        settings, __version__, begins=begins, probe_seconds=probe_seconds, start_seconds=start_seconds
-    )
+    limits: dict[str, Any] = {"probe_seconds": probe_seconds, "start_seconds": start_seconds}
+    return MoverProcesses(shm_settings(*NAMES), __version__, begins=[*[sound] * HUNG, last], **limits)
 
 
 def rig_on(movers: MoverProcesses, places: Sequence[int]) -> Rig:
     """A model with a replica on each of these devices, of the device's number."""
-    rig = Rig(mixed_layout(1), movers)
-    rig.engine = SwapEngine(movers, rig.done)
-    rig.engine.start()
-    rig.add_hosts()
+    rig = engine_on(movers)
     for place in places:
-        attach(rig, place)
+        attach_on(rig, place, NAMES[place])
     return rig
-
-
-def attach(rig: Rig, place: int) -> None:
-    sizes = [device_geometry(rig.layout, group, DEVICE_PAGES).total_bytes for group in range(2)]
-    slabs = [[rig.backend.create_slab(NAMES[place], size) for size in sizes]]
-    rig.engine.attach_replica(MODEL, place, NAMES[place : place + 1], slabs, [DEVICE_PAGES] * 2)
 
 
 def swap(rig: Rig, places: Sequence[int]) -> None:
@@ -95,7 +64,7 @@ def hanging() -> Iterator[tuple[Begin, Callable[[], None]]]:
 
     def begin() -> tuple[socket.socket, MoverProcess | None]:
         if released.is_set():
-            return in_thread()
+            return sound()
         ours, theirs = socket.socketpair()
 
         def hang() -> None:
@@ -125,7 +94,7 @@ def test_a_mover_that_hangs_at_the_start_is_not_waited_for_and_serves_once_it_ca
         release()
         heard.wait("mover_started device=shm-7")
     assert movers.fault(NAMES[HUNG]) == ""
-    attach(rig, HUNG)
+    attach_on(rig, HUNG, NAMES[HUNG])
     swap(rig, range(MOVERS))
     rig.close()
 
@@ -135,7 +104,7 @@ def test_a_mover_that_only_starts_late_tells_operators_that_it_has() -> None:
 
     def late() -> tuple[socket.socket, MoverProcess | None]:
         released.wait()
-        return in_thread()
+        return sound()
 
     movers = movers_with(late, start_seconds=0.05)
     with heard_from("cachesvc.mover") as heard:

@@ -10,13 +10,10 @@ import pytest
 
 from cachesvc import __version__
 from cachesvc.model.errors import Unavailable
-from cachesvc.model.layout import device_geometry
 from cachesvc.model.words import PagePairs, Transfer, Urgency
 from cachesvc.mover.processes import MoverProcesses
-from cachesvc.mover.records import Settings
-from cachesvc.swap.engine import SwapEngine
-from tests.unit.mover.mover_rig import measured_movers
-from tests.unit.rigs.swap_rig import DEVICE_PAGES, MODEL, REPLICA, STORE, Rig, mixed_layout
+from tests.unit.mover.mover_rig import attach_on, engine_on, measured_movers, shm_settings
+from tests.unit.rigs.swap_rig import MODEL, REPLICA, STORE, Rig
 
 DEVICES = ("shm-0", "shm-1")
 AHEAD_S = 9.0
@@ -26,15 +23,10 @@ AHEAD_S = 9.0
 @pytest.fixture
 def rig() -> Iterator[Rig]:
     """Two movers, and a replica on the second one's device."""
-    movers = MoverProcesses([Settings("shm", name, 1 << 20, timeline_words=64) for name in DEVICES], __version__)
+    movers = MoverProcesses(shm_settings(*DEVICES), __version__)
     movers.start()
-    made = Rig(mixed_layout(1), movers)
-    made.engine = SwapEngine(movers, made.done)
-    made.engine.start()
-    made.add_hosts()
-    sizes = [device_geometry(made.layout, group, DEVICE_PAGES).total_bytes for group in range(2)]
-    slabs = [[movers.create_slab(DEVICES[1], size) for size in sizes]]
-    made.engine.attach_replica(MODEL, REPLICA, DEVICES[1:], slabs, [DEVICE_PAGES] * 2)
+    made = engine_on(movers)
+    attach_on(made, REPLICA, DEVICES[1])
     yield made
     made.close()
 

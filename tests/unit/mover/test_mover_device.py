@@ -22,6 +22,10 @@ from cachesvc.swap.movers import RankEnd, RankJob
 SETTINGS = Settings("shm", "shm-0", 1 << 20, timeline_words=64)
 
 
+def limit_record(direction: Direction, bytes_per_second: int) -> list[Part]:
+    return [records.packed(records.LIMIT, records.WAYS.index(direction), bytes_per_second)]
+
+
 def flat(record: Sequence[Part]) -> bytes:
     return b"".join(map(bytes, record))
 
@@ -51,7 +55,7 @@ class Late:
             threading.Thread(target=answer_all, args=(signs, self._answer), daemon=True).start()
         elif asked.head["ask"] == "probe":
             self._ends.put(records.end_record(RankEnd(0, "shm-0", None, None)))
-            self._ends.put(records.began_record(0, 1.0))
+            self._ends.put([records.packed(records.BEGAN, 0, 10**9)])
             self._ends.put(records.end_record(RankEnd(1, "shm-0", None, None)))
         return Message({"fault": ""})
 
@@ -76,7 +80,7 @@ def test_a_budget_that_comes_while_a_life_is_told_of_another_is_told_too() -> No
         """Mover whose budget comes with its first message."""
 
         def put(self, record: Sequence[Part]) -> None:
-            if record == records.limit_record(Direction.LOAD, 1):
+            if record == limit_record(Direction.LOAD, 1):
                 mover.limit_copies(Direction.STORE, 2)
             told.append(flat(record))
             super().put(record)
@@ -88,7 +92,7 @@ def test_a_budget_that_comes_while_a_life_is_told_of_another_is_told_too() -> No
     mover.started.result()
     mover.go_on()
     mover.close()
-    assert told[:2] == [flat(records.limit_record(*limit)) for limit in ((Direction.STORE, 2), (Direction.LOAD, 1))]
+    assert told[:2] == [flat(limit_record(*limit)) for limit in ((Direction.STORE, 2), (Direction.LOAD, 1))]
 
 
 def test_a_mover_comes_after_one_whose_jobs_could_not_be_ended() -> None:
@@ -99,7 +103,7 @@ def test_a_mover_comes_after_one_whose_jobs_could_not_be_ended() -> None:
         """Nothing reaches its mover, so that its jobs are under way when it dies."""
 
         def put(self, record: Sequence[Part]) -> None:
-            if record == records.stop_record():
+            if record == [records.packed(records.STOP)]:
                 super().put(record)
 
     def breaks(end: RankEnd) -> None:
@@ -110,7 +114,7 @@ def test_a_mover_comes_after_one_whose_jobs_could_not_be_ended() -> None:
     mover.begin()
     mover.started.result()
     mover.go_on()
-    mover.listen(breaks)
+    mover.on_end = breaks
     begun.acquire()
     for ticket in range(2):
         mover.submit(RankJob(ticket, "shm-0", Direction.LOAD, Urgency.AWAITED, None, TimelineSlot(0, 1, 0, 1), ()))

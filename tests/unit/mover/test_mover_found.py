@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import os
 import signal
 import socket
@@ -13,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -24,21 +24,12 @@ from cachesvc.memory.host_pool import HostBudget
 from cachesvc.model.errors import InvalidRequest, Unavailable
 from cachesvc.mover.life import found
 from cachesvc.mover.processes import MoverProcesses
-from cachesvc.mover.records import ENDS_BYTES, JOBS_BYTES, Channel, MoverGone, Ring, Settings, Writer
+from cachesvc.mover.records import ENDS_BYTES, JOBS_BYTES, Channel, Message, MoverGone, Ring, Settings, Writer
 from cachesvc.mover.server import Equipment, MoverServer
-from cachesvc.swap.engine import SwapEngine
 from tests.contracts.host_gpu import HostGpu
 from tests.e2e.rig import wait_until
-from tests.unit.mover.mover_rig import Heard
-from tests.unit.rigs.swap_rig import LOAD, REPLICA, Rig, attach_replica, mixed_layout
-
-
-@pytest.fixture
-def heard() -> Iterator[Heard]:
-    handler, log = Heard(), logging.getLogger("cachesvc.mover.device")
-    log.addHandler(handler)
-    yield handler
-    log.removeHandler(handler)
+from tests.unit.mover.mover_rig import Heard, engine_on
+from tests.unit.rigs.swap_rig import LOAD, REPLICA, attach_replica
 
 
 def test_a_mover_that_was_started_by_hand_is_found_by_its_socket(tmp_path: Path) -> None:
@@ -87,10 +78,7 @@ def test_a_mover_that_was_started_by_hand_and_hangs_is_ended(tmp_path: Path, hea
         settings = Settings("shm", "shm-0", 1 << 20, timeline_words=64)
         movers = MoverProcesses([settings], __version__, begins=[lambda: found(path)], probe_seconds=0.2)
         movers.start()
-        rig = Rig(mixed_layout(1), movers)
-        rig.engine = SwapEngine(movers, rig.done)
-        rig.engine.start()
-        rig.add_hosts()
+        rig = engine_on(movers)
         attach_replica(rig, REPLICA)
         os.kill(mover.pid, signal.SIGSTOP)
         rig.move(LOAD, (0, [1], [1]))
@@ -150,7 +138,8 @@ def test_a_mover_outlives_no_daemon_that_died_in_the_middle_of_a_record() -> Non
     channel = Channel(ours, ours.close)
     channel.ask("hello", 60.0)
     page = HostBudget.make(1)
-    channel.ask("open", 60.0, descriptors=(jobs.fd, ends.fd, page.fd), **Settings("cuda", "GPU-host-0", 1 << 20).told())
+    settings = asdict(Settings("cuda", "GPU-host-0", 1 << 20))
+    channel.ask("open", 60.0, Message(settings, descriptors=(jobs.fd, ends.fd, page.fd)))
     writer = Writer(jobs)
     writer.put([bytes(2 * JOBS_BYTES)])
     ours.close()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -21,12 +19,11 @@ from cachesvc.model.words import CopiesHang, PagePairs, Transfer
 from cachesvc.mover.life import MoverProcess
 from cachesvc.mover.processes import MoverProcesses
 from cachesvc.mover.records import Settings
-from cachesvc.mover.server import Equipment, MoverServer
-from cachesvc.swap.engine import SwapEngine
+from cachesvc.mover.server import Equipment
 from cachesvc.swap.planner import costs_of
 from gpu_ops.calibration import LinkFigures
 from tests.contracts.host_gpu import HostGpu
-from tests.unit.mover.mover_rig import Heard
+from tests.unit.mover.mover_rig import Heard, engine_on, in_thread
 from tests.unit.rigs.swap_rig import (
     LOAD,
     MODEL,
@@ -34,7 +31,6 @@ from tests.unit.rigs.swap_rig import (
     STORE,
     Rig,
     attach_replica,
-    mixed_layout,
     wait_chunks,
 )
 
@@ -52,14 +48,6 @@ FIGURES = LinkFigures(
 """A link so slow that each layer is worth a step, however few its bytes."""
 
 
-@pytest.fixture
-def heard() -> Iterator[Heard]:
-    handler, log = Heard(), logging.getLogger("cachesvc.mover.device")
-    log.addHandler(handler)
-    yield handler
-    log.removeHandler(handler)
-
-
 class InThreads:
     """Begins movers as threads, on GPUs that ``gpus`` gives one after another."""
 
@@ -68,7 +56,6 @@ class InThreads:
         self._process = process
 
     def __call__(self) -> tuple[socket.socket, MoverProcess | None]:
-        ours, theirs = socket.socketpair()
         gpu = next(self._gpus)
 
         def equip(settings: Settings, neighbours: Neighbours) -> Equipment:
@@ -76,8 +63,7 @@ class InThreads:
             backend = CudaBackend((gpu,), settings.device_bytes, timeline_words=settings.timeline_words)
             return Equipment(backend, dict, lambda: (asdict(FIGURES), costs_of(asdict(FIGURES))))
 
-        threading.Thread(target=MoverServer(theirs, __version__, equip).serve, daemon=True).start()
-        return ours, self._process
+        return in_thread(equip, self._process)
 
 
 class Unkillable:
@@ -100,15 +86,11 @@ class Unkillable:
 @contextlib.contextmanager
 def on_gpus(*gpus: HostGpu, process: MoverProcess | None = None, probe_seconds: float = 10.0) -> Iterator[Rig]:
     """An engine on one GPU, whose mover is each of ``gpus`` in turn."""
-    layout = mixed_layout(1)
     settings = Settings("cuda", "GPU-host-0", 1 << 20, timeline_words=64)
     begins = [InThreads(list(gpus), process)]
     movers = MoverProcesses([settings], __version__, begins=begins, probe_seconds=probe_seconds)
     movers.start()
-    rig = Rig(layout, movers)
-    rig.engine = SwapEngine(movers, rig.done, layers_per_step=1)
-    rig.engine.start()
-    rig.add_hosts()
+    rig = engine_on(movers, layers_per_step=1)
     attach_replica(rig, REPLICA)
     try:
         yield rig

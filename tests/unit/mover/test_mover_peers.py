@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from cachesvc import __version__
+from cachesvc.memory.backend import STAMP_BYTES
 from cachesvc.memory.copy_thread import CopyThread
 from cachesvc.memory.extents import map_memfd
 from cachesvc.memory.host_pool import Neighbours
 from cachesvc.memory.interface import CopyJob, CopyStep, Handle
-from cachesvc.memory.memcpy import STAMP_BYTES
 from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.errors import Unavailable
 from cachesvc.mover.life import Begin, MoverProcess, child
@@ -25,7 +25,7 @@ from cachesvc.mover.processes import MoverProcesses
 from cachesvc.mover.records import Settings
 from cachesvc.mover.server import Equipment, MoverServer
 from tests.e2e.rig import wait_until
-from tests.unit.mover.mover_rig import Heard, heard_from
+from tests.unit.mover.mover_rig import Heard
 
 SOURCE, TARGET, OTHER = "shm-0", "shm-1", "shm-2"
 OFFSET = STAMP_BYTES // 2
@@ -166,12 +166,6 @@ class Pair:
 
 
 @pytest.fixture
-def heard() -> Iterator[Heard]:
-    with heard_from("cachesvc.mover.device") as handler:
-        yield handler
-
-
-@pytest.fixture
 def make() -> Iterator[Callable[..., Pair]]:
     made = list[Pair]()
 
@@ -248,7 +242,7 @@ def test_a_device_without_a_mover_is_not_reached_from_and_reaches_none(make: Cal
 def test_a_pull_that_hangs_refuses_the_ways_into_its_device_and_holds_up_no_slab(
     make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cachesvc.memory.memcpy.LOOKS", 2)
+    monkeypatch.setattr("cachesvc.memory.backend.LOOKS", 2)
     pair = make(HungTarget, others=(OTHER,))
     assert not pair.share()
     why = pair.movers.refused_peers()[SOURCE, TARGET]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import signal
 import socket
@@ -42,14 +41,6 @@ from tests.unit.rigs.swap_rig import (
 )
 
 SECOND = 2
-
-
-@pytest.fixture
-def heard() -> Iterator[Heard]:
-    handler, log = Heard(), logging.getLogger("cachesvc.mover.device")
-    log.addHandler(handler)
-    yield handler
-    log.removeHandler(handler)
 
 
 @pytest.fixture

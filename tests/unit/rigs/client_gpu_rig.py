@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from cachesvc_client.memory.cuda import CudaDevice
 from cachesvc_client.memory.device import DevicePlane
 from cachesvc_client.memory.mapping import map_over
 from cachesvc_client.memory.pool import AttachedPool
@@ -17,6 +18,7 @@ from kvcache.v1 import engine_pb2
 
 from cachesvc.model.futex import WORD_BYTES
 from cachesvc.model.layout import Layout
+from gpu_ops.memory import DeviceMemory
 from tests.unit.rigs.client_rig import FakeDaemon
 
 UUID = "GPU-00000000-0000-0000-0000-000000000000"
@@ -30,12 +32,11 @@ class _Shown:
         self.__array_interface__ = {**plane.__cuda_array_interface__, "version": 3}
 
 
-class FakeGpu:
+class FakeGpu(CudaDevice):
     """``waits`` are what streams were told to wait for: (stream, word, target), of the words pinned last."""
 
-    ordinal = 0
-
     def __init__(self) -> None:
+        self.ordinal = 0
         self.memory: dict[bytes, Any] = {}
         self.pinned: Counter[int] = Counter()
         self.mapped: Counter[int] = Counter()
@@ -55,24 +56,20 @@ class FakeGpu:
     def close(self) -> None:
         self.is_started = False
 
-    def open_ipc(self, handle: bytes) -> int:
-        return self._map(self.memory[handle])
-
-    def close_ipc(self, address: int) -> None:
-        self.mapped[address] -= 1
-
-    def map_fd(self, descriptor: int, size_bytes: int) -> int:
+    def open_memory(self, handle: bytes, descriptor: int | None, size_bytes: int) -> DeviceMemory:
+        if descriptor is None:
+            return self._map(self.memory[handle])
         return self._map(np.frombuffer(mmap.mmap(descriptor, size_bytes), np.uint8))
+
+    def close_memory(self, opened: DeviceMemory) -> None:
+        assert opened.size_bytes == self._views[opened.address].nbytes
+        self.mapped[opened.address] -= 1
 
     def map_fd_over(self, descriptor: int, address: int, size_bytes: int) -> None:
         assert self.mapped[address] > 0
         assert size_bytes == self._views[address].nbytes
-        map_over(address, self.map_fd(descriptor, size_bytes), size_bytes)
+        map_over(address, self.open_memory(b"", descriptor, size_bytes).address, size_bytes)
         self.mapped.subtract([int(self._views.popitem()[0])])
-
-    def unmap(self, address: int, size_bytes: int) -> None:
-        assert size_bytes == self._views[address].nbytes
-        self.mapped[address] -= 1
 
     def array(self, plane: DevicePlane) -> Any:
         assert self.is_started
@@ -100,11 +97,11 @@ class FakeGpu:
         """Nothing is mapped or held any more."""
         return not self.is_started and not any(self.mapped.values()) and not any(self.pinned.values())
 
-    def _map(self, memory: Any) -> int:
+    def _map(self, memory: Any) -> DeviceMemory:
         address = int(memory.ctypes.data)
         self._views[address] = memory
         self.mapped[address] += 1
-        return address
+        return DeviceMemory(address, memory.nbytes, b"", None, lambda _: None, 0)
 
 
 class GpuRig:

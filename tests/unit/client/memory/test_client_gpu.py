@@ -23,9 +23,8 @@ from cachesvc_client import (
     LoadFailed,
     NotSupported,
 )
-from cachesvc_client.memory.cuda import CudaDevice
+from cachesvc_client.memory.cuda import CudaDevice, open_device
 from cachesvc_client.memory.device import DevicePlane, PlaneView
-from cachesvc_client.memory.mapping import open_device
 from cachesvc_client.memory.pool import AttachedPool
 
 from cachesvc.memory.extents import map_memfd
@@ -143,6 +142,9 @@ class BrokenGpu:
     def number(self, *_: object) -> int:
         raise self._error
 
+    def open_memory(self, *_: object) -> None:
+        raise self._error
+
     def wait_word(self, *_: object) -> None:
         raise self._error
 
@@ -168,9 +170,9 @@ class BrokenGpu:
 def test_memory_that_cannot_be_mapped_says_why(code: int, kind: type[Exception], advice: str) -> None:
     device = CudaDevice(BrokenGpu(code))  # type: ignore[arg-type]
     with pytest.raises(kind, match=advice):
-        device.open_ipc(bytes(64))
+        device.open_memory(bytes(64), None, 4096)
     with pytest.raises(kind, match=advice):
-        device.map_fd(0, 4096)
+        device.map_fd_over(0, 1 << 20, 4096)
 
 
 def test_a_stream_that_is_none_is_told_from_a_broken_gpu() -> None:

@@ -13,7 +13,8 @@ from cachesvc.flows.core import Core
 from cachesvc.flows.registration import PoolRequest, Registered, RegisterRequest, memory_of
 from cachesvc.ledger.ledger import Ledger
 from cachesvc.memory.host_pool import HostPool
-from cachesvc.memory.shm import ShmBackend, ShmSlab
+from cachesvc.memory.interface import Slab
+from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.errors import PoolExhausted, Unavailable
 from cachesvc.model.layout import device_bytes
 from cachesvc.model.words import WritePolicy
@@ -48,7 +49,7 @@ class GatedBackend(ShmBackend):
         if device in self.silent:
             raise Unavailable(f"the mover of {device} does not answer")
 
-    def create_slab(self, device: str, size_bytes: int) -> ShmSlab:
+    def create_slab(self, device: str, size_bytes: int) -> Slab:
         if device != "shm-0":
             return super().create_slab(device, size_bytes)
         self.begun.release()
