@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -17,7 +18,8 @@ import numpy as np
 from cachesvc.model.errors import CacheError, InvalidRequest, PermissionDenied, Unavailable
 from cachesvc.model.numbers import BACKGROUND, Party
 from cachesvc.model.text import Address, parse_address
-from cachesvc.storage.seam import Part, Scope
+from cachesvc.storage.seam import ObjectName, Part, Scope
+from cachesvc.storage.workers import nothing
 from cachesvc.telemetry import events
 
 
@@ -41,45 +43,48 @@ class PeerPaused(Unavailable):
     seconds = 0.0
 
 
-class Loan(NamedTuple):
-    """Loan of another daemon. ``lent``: for each key and part (parts of a key together) whether it is there. ``host``,
-    ``port``: where its bytes are. ``epoch``: of the daemon's life. ``seconds``: without a heartbeat. ``streams``: that
-    may read it."""
+@dataclass(eq=False, slots=True)
+class Loan:
+    """Answer of another daemon that was asked to lend, of the life ``epoch``. ``lease`` 0: it lends nothing.
+    ``lent``: for each key and part (parts of a key together) whether it is there. ``host``, ``port``: where its bytes
+    are. ``streams``: that may read it. ``computing``: blocks behind what is lent that an engine computes there;
+    ``is_given_up``: it had begun to compute the first, and its request has ended.
 
-    lease: int
-    epoch: int
-    secret: bytes
-    host: str
-    port: int
-    seconds: float
-    lent: tuple[bool, ...]
-    streams: int = 1
+    The borrower notes the rest, of the ``peer`` that lends. ``numbers``: on a stream, by name. ``is_expected``: it was
+    asked for ahead. ``readers``: streams that read it and have not ended. ``waiting``: those of them that have not
+    begun; without these it is renewed by what its streams bring. ``has_failed``: one of them has. ``is_unwanted``:
+    they bring no more."""
 
-
-class Borrowed(NamedTuple):
-    """Answer of another daemon, of the life ``epoch``. ``loan``: None where nothing is there; ``computing``: blocks
-    behind what is lent that an engine computes there; ``is_given_up``: it had begun to compute the first, and its
-    request has ended."""
-
-    loan: Loan | None = None
+    lease: int = 0
     epoch: int = 0
+    secret: bytes = b""
+    host: str = ""
+    port: int = 0
+    lent: tuple[bool, ...] = ()
+    streams: int = 1
     computing: int = 0
     is_given_up: bool = False
+    peer: Peer = field(init=False)
+    numbers: dict[ObjectName, int] = field(default_factory=dict)
+    since: float = 0.0
+    is_expected: bool = False
+    readers: int = 0
+    waiting: int = 0
+    has_failed: bool = False
+    is_unwanted: bool = False
 
 
-Answered = Callable[[Borrowed | CacheError], None]
+Answered = Callable[[Loan | CacheError], None]
 """Called once with the answer to a question, or with what it failed by, from any thread."""
 Done = Callable[[CacheError | None], None]
 """Called once when a call has ended, with what it failed by or None, from any thread."""
 
 
 class PeerControl(Protocol):
-    """One other daemon. Calls return at once and end by their deadlines; they raise a CacheError where nothing is
-    asked."""
+    """One other daemon, at ``address`` (HOST:PORT). Calls return at once and end by their deadlines; they raise a
+    CacheError where nothing is asked."""
 
-    @property
-    def address(self) -> str:
-        """Address of the peer, HOST:PORT."""
+    address: str
 
     def borrow_later(
         self, scope: Scope, keys: bytes, parts: Sequence[Part], patience: float, seconds: float, answered: Answered
@@ -119,7 +124,7 @@ def resolve_name(name: str, port: int) -> list[str]:
 
 class PeerNames:
     """``names``: to look up. ``make``: gives the control of an address and the name that it was found by. ``own``: this
-    node's own addresses. ``told``: gets the peers that there are, whenever these have changed. ``most``: peers beside
+    node's own addresses. ``found``: gets the peers that there are, whenever these have changed. ``most``: peers beside
     those with an address of their own."""
 
     def __init__(
@@ -138,10 +143,10 @@ class PeerNames:
         self._resolve = resolve
         self._most = most
         self._peers: dict[str, Peer] = {}
-        self._found: dict[Address, Sequence[str]] = {}
+        self._addresses: dict[Address, Sequence[str]] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="peer-names", daemon=True)
-        self.told: Callable[[Sequence[Peer]], None] | None = None
+        self.found: Callable[[Sequence[Peer]], None] = nothing
 
     def start(self) -> None:
         if self._names:
@@ -155,11 +160,11 @@ class PeerNames:
         """Look all names up once. A name that cannot be looked up stands for what it stood for."""
         for name in self._names:
             try:
-                self._found[name] = self._resolve(name.host, name.port)
+                self._addresses[name] = self._resolve(name.host, name.port)
             except OSError as error:
                 events.warning("peer_name_unknown", peers=f"{name.host}:{name.port}", reason=str(error))
         own = set(self._own())
-        wanted = {each: name.host for name, found in self._found.items() for each in found if each not in own}
+        wanted = {each: name.host for name, found in self._addresses.items() for each in found if each not in own}
         kept = dict(list(wanted.items())[: self._most])
         if kept.keys() == self._peers.keys():
             return
@@ -169,8 +174,7 @@ class PeerNames:
             for address, host in kept.items()
         }
         events.event("peers_changed", peers=len(self._peers), left_out=len(wanted) - len(kept))
-        if self.told is not None:
-            self.told(tuple(self._peers.values()))
+        self.found(tuple(self._peers.values()))
         for peer in gone:
             peer.control.close()
 

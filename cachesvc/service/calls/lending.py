@@ -18,7 +18,7 @@ from cachesvc.model.errors import CacheError, InvalidRequest, LimitExceeded, Sub
 from cachesvc.model.numbers import Party
 from cachesvc.model.words import KEY_BYTES, NO_PAGE
 from cachesvc.peer.borrower import PeerStorage
-from cachesvc.peer.fleet import Borrowed, CountedDigest, DigestNews, PeerPaused, PeerRefused, bits_for
+from cachesvc.peer.fleet import CountedDigest, DigestNews, Loan, PeerPaused, PeerRefused, bits_for
 from cachesvc.peer.lender import Lent, LentObject, LoanDesk
 from cachesvc.questions.explanation import Feed
 from cachesvc.questions.view import models_named
@@ -47,16 +47,11 @@ class LendingDesk:
 
     def __init__(self, node: Node, view: View, lease_seconds: float) -> None:
         self.lease_seconds = lease_seconds
-        self.desk = LoanDesk(node.now, self._quiet)
+        self.loans = LoanDesk(node.now)
         self._node = node
         self._view = view
-        self._lent: dict[int, tuple[Model, LentBlocks]] = {}
         self._waiting: dict[int, set[asyncio.Future[None]]] = {}
         node.core.on_sealed.append(self._on_sealed)
-
-    @property
-    def epoch(self) -> int:
-        return self._node.epoch
 
     async def borrow(
         self, scope: Scope, keys: bytes, parts: Sequence[Part], patience: float = 0.0
@@ -68,8 +63,8 @@ class LendingDesk:
             raise InvalidRequest(f"keys has {len(keys)} bytes, which are no keys of {KEY_BYTES}")
         if len(keys) // KEY_BYTES > MOST_BLOCKS:
             raise LimitExceeded("block keys", len(keys) // KEY_BYTES, MOST_BLOCKS)
-        if len(self.desk) >= MOST_LEASES:
-            raise LimitExceeded("leases of other nodes", len(self.desk) + 1, MOST_LEASES)
+        if len(self.loans) >= MOST_LEASES:
+            raise LimitExceeded("leases of other nodes", len(self.loans) + 1, MOST_LEASES)
         found = self._find(scope)
         if found is None:
             return None, 0, False
@@ -118,15 +113,6 @@ class LendingDesk:
             if not sealed.done():
                 sealed.set_result(None)
 
-    def give_back(self, lease: int) -> None:
-        self.desk.give_back(lease)
-
-    def tick(self) -> None:
-        self.desk.expire()
-
-    def close(self) -> None:
-        self.desk.end_all()
-
     def _find(self, scope: Scope) -> tuple[Model, Shapes] | None:
         """The model of a scope, and what its blocks are lent as."""
         each = ((model, shapes_of(model)) for model in models_named(self._node.core, scope.namespace))
@@ -142,15 +128,15 @@ class LendingDesk:
 
     async def _hand_out(self, model: Model, scope: Scope, shapes: list[Shape], blocks: LentBlocks) -> Lent | None:
         """The pages stay from here on, whatever becomes of the call."""
+        end = partial(self._node.run_news, model.id, partial(end_lending, self._node.core, model, blocks))
         try:
             objects = await asyncio.to_thread(self._objects, model.id, scope, shapes, blocks)
-            lent = self.desk.lend(objects, self.lease_seconds, ready=0)
+            lent = self.loans.lend(objects, self.lease_seconds, ready=0, quiet=lambda _: self._node.soon(end))
         except BaseException as error:
-            self._node.run_news(model.id, partial(end_lending, self._node.core, model, blocks))
+            end()
             if isinstance(error, CacheError):  # the host pool is closed: the daemon ends
                 return None
             raise  # the call was given up
-        self._lent[lent.lease] = model, blocks
         blocks.on_change = partial(self._changed, lent.lease, blocks, len(shapes))
         blocks.on_change()
         return lent
@@ -158,9 +144,9 @@ class LendingDesk:
     def _changed(self, lease: int, blocks: LentBlocks, parts: int) -> None:
         """Have what has come of a loan sent; end one of which something does not come."""
         if blocks.is_cut:
-            self.desk.give_back(lease)
+            self.loans.give_back(lease)
         else:
-            self.desk.fill(lease, blocks.ready() * parts)
+            self.loans.fill(lease, blocks.ready() * parts)
 
     def _objects(self, model: int, scope: Scope, shapes: list[Shape], blocks: LentBlocks) -> list[LentObject | None]:
         """On a thread of its own: some microseconds a page. Objects are named by what the index has there."""
@@ -175,16 +161,6 @@ class LendingDesk:
                 views = tuple(self._view(model, group, rank, page) for group, rank, page in pages)
                 found.append(LentObject(ObjectName(scope, key, shape.part), views, parent))
         return found
-
-    def _quiet(self, lease: int) -> None:
-        """From any thread: no stream sends from its pages any more."""
-        self._node.soon(partial(self._end, lease))
-
-    def _end(self, lease: int) -> None:
-        found = self._lent.pop(lease, None)
-        if found is not None:
-            model, blocks = found
-            self._node.run_news(model.id, partial(end_lending, self._node.core, model, blocks))
 
 
 FULL_PAUSE_SECONDS = 0.1
@@ -212,7 +188,7 @@ class PeerLenders:
         shapes = shapes_of(model)
         parts = [shape.part for shape in (*shapes.full, *shapes.windows)]
 
-        def answered(answer: Borrowed | CacheError) -> None:
+        def answered(answer: Loan | CacheError) -> None:
             promise = _promise(answer, len(parts), len(shapes.full))
             self._node.soon(partial(self._node.run_news, model.id, partial(told, promise)))
 
@@ -230,15 +206,12 @@ class PeerLenders:
         self._peers.drop([ObjectName(shapes.scope, key, shapes.full[0].part) for key in keys])
 
 
-def _promise(answer: Borrowed | CacheError, parts: int, full: int) -> Promise:
-    if isinstance(answer, PeerPaused):
-        return Promise(problem=str(answer), ask_in=answer.seconds)
-    if isinstance(answer, PeerRefused) and answer.is_full:
-        return Promise(problem=str(answer), ask_in=FULL_PAUSE_SECONDS)
+def _promise(answer: Loan | CacheError, parts: int, full: int) -> Promise:
     if isinstance(answer, CacheError):
-        return Promise(problem=str(answer))
-    there = () if answer.loan is None else answer.loan.lent
-    lent = 0
+        is_full = isinstance(answer, PeerRefused) and answer.is_full
+        seconds = answer.seconds if isinstance(answer, PeerPaused) else FULL_PAUSE_SECONDS * is_full
+        return Promise(problem=str(answer), ask_in=seconds)
+    there, lent = answer.lent, 0
     while (lent + 1) * parts <= len(there) and all(there[lent * parts : lent * parts + full]):
         lent += 1
     return Promise(lent, answer.computing, answer.epoch, is_given_up=answer.is_given_up)

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from cachesvc.model.errors import PermissionDenied
-from cachesvc.peer.fleet import Answered, Loan, Peer
-from cachesvc.peer.lender import HeldLoans
+from cachesvc.peer.borrower import HeldLoans
+from cachesvc.peer.fleet import Answered, Loan
 from cachesvc.storage.seam import Part, Scope
 from tests.contracts.storage_rig import name_of
 from tests.unit.peer.peer_rig import LendingNode, NearControl, Pulling
@@ -78,7 +78,7 @@ def test_a_peer_that_is_named_and_not_permitted_is_not_asked(nodes: tuple[Lendin
 
 
 def test_a_loan_of_nothing_is_given_back(nodes: tuple[LendingNode, LendingNode]) -> None:
-    control, loans = NearControl(nodes[0]), HeldLoans(lambda: 0.0)
-    loan = Loan(3, 7, bytes(32), "127.0.0.1", 7101, 30.0, (False, False))
-    assert not loans.hold(Peer(control, lambda: 0.0), loan, NAMES[0].scope, [NAMES[0].key], [NAMES[0].part])
-    assert [each.loan for each in loans.take_unread()] == [loan]
+    loans = HeldLoans(lambda: 0.0)
+    loan = Loan(3, 7, bytes(32), "127.0.0.1", 7101, (False, False))
+    assert not loans.hold(loan, NAMES[0].scope, [NAMES[0].key], [NAMES[0].part])
+    assert loans.take_unread() == [loan]

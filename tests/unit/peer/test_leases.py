@@ -8,7 +8,8 @@ from contextlib import ExitStack
 import pytest
 
 from cachesvc.peer import reading
-from cachesvc.peer.lender import STREAM_BYTES, LentObject
+from cachesvc.peer.borrower import STREAM_BYTES
+from cachesvc.peer.lender import LentObject
 from cachesvc.peer.reading import PART, SHARED
 from cachesvc.storage.seam import ObjectName, Outcome
 from tests.contracts.storage_rig import name_of
@@ -92,7 +93,8 @@ def test_an_object_is_sent_once_its_bytes_are_there(node: LendingNode) -> None:
 
 def test_a_loan_whose_bytes_do_not_come_ends_its_streams(node: LendingNode) -> None:
     node.have([name_of("a")])
-    lent = node.desk.lend([LentObject(name_of("a"), (node.pages[name_of("a")],))], 30.0, ready=0)
+    lent = node.lend([name_of("a")])
+    lent.ready = 0
     stream = greet(node, lent.secret)
     node.desk.give_back(lent.lease)
     assert not answers(stream)

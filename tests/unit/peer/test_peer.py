@@ -12,9 +12,9 @@ import time
 import pytest
 
 from cachesvc.peer import reading
-from cachesvc.peer.borrower import PeerStorage
+from cachesvc.peer.borrower import UNUSED_SECONDS, PeerStorage
 from cachesvc.peer.fleet import Done, Loan
-from cachesvc.peer.lender import UNUSED_SECONDS, LentObject
+from cachesvc.peer.lender import LentObject
 from cachesvc.storage.seam import Outcome, Part
 from tests.contracts.storage_rig import PAGE_BYTES, SCOPE, name_of
 from tests.unit.peer.peer_rig import LendingNode, NearControl, Pulling, Reader, answers, greet
@@ -112,9 +112,8 @@ def test_a_page_that_changed_is_wrong_and_its_peer_rests(
     node.have(NAMES)
     node.pages[NAMES[0]], node.pages[NAMES[1]] = node.pages[NAMES[1]], node.pages[NAMES[0]]
     lent = node.desk.lend([LentObject(NAMES[1], (node.pages[NAMES[0]],))], 30.0)
-    answer = control.borrow(SCOPE, NAMES[0].key, [NAMES[0].part], 1.0)
-    assert answer.loan is not None
-    crooked = answer._replace(loan=answer.loan._replace(lease=lent.lease, secret=lent.secret, lent=(True,)))
+    crooked = control.borrow(SCOPE, NAMES[0].key, [NAMES[0].part], 1.0)
+    crooked.lease, crooked.secret, crooked.lent = lent.lease, lent.secret, (True,)
     control.borrow = lambda *_: crooked  # type: ignore[method-assign]
     assert pulling.fetch(NAMES[:1]) == [WRONG]
     assert pulling.peers.peers[0].counts["wrong"] == 1

@@ -31,7 +31,7 @@ class Played:
         self.came: list[int] = []
         self.size_bytes = 0
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        loan = Loan(1, 1, bytes(reading.SECRET_BYTES), "127.0.0.1", server.getsockname()[1], 30.0, ())
+        loan = Loan(1, 1, bytes(reading.SECRET_BYTES), "127.0.0.1", server.getsockname()[1])
         self.items = [
             Item(name_of(str(at)), memoryview(bytearray(HEADER_BYTES)), tuple(memoryview(bytearray(p)) for p in PAGES))
             for at in range(objects)

@@ -10,8 +10,9 @@ from contextlib import ExitStack
 import pytest
 
 from cachesvc.peer import reading
-from cachesvc.peer.fleet import Borrowed, Loan
-from cachesvc.peer.lender import MOST_STREAMS_OF_ONE, MOST_WAITING_OF_ONE, STREAM_BYTES
+from cachesvc.peer.borrower import STREAM_BYTES
+from cachesvc.peer.fleet import Loan
+from cachesvc.peer.lender import MOST_STREAMS_OF_ONE, MOST_WAITING_OF_ONE
 from cachesvc.storage.seam import Outcome, Part, Scope
 from tests.contracts.storage_rig import name_of
 from tests.unit.peer.peer_rig import LendingNode, NearControl, Pulling, answers, greet
@@ -133,10 +134,10 @@ def test_a_lender_of_an_older_release_is_read_by_one_stream(
     node.have(NAMES, STREAM_BYTES)
     ask = control.borrow
 
-    def older(scope: Scope, keys: bytes, parts: Sequence[Part], seconds: float) -> Borrowed:
+    def older(scope: Scope, keys: bytes, parts: Sequence[Part], seconds: float) -> Loan:
         answer = ask(scope, keys, parts, seconds)
-        assert answer.loan is not None
-        return answer._replace(loan=Loan(*answer.loan[:-1]))
+        answer.streams = 1
+        return answer
 
     control.borrow = older  # type: ignore[method-assign]
     assert all(pulling.reader.exists(NAMES))
