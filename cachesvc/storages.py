@@ -162,7 +162,7 @@ class Storages:
         if tiers is None or node is None or not seconds:
             return
         for tier in tiers.stores:
-            tier.budget.lift()
+            tier.lift_rate()
         began = told = time.monotonic()
         capacity_bytes = tiers.stores[0].backend.totals().capacity_bytes if tiers.stores else 0
         left = blocks = node.run(begin_flush, node.core, capacity_bytes)

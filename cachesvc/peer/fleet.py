@@ -18,7 +18,7 @@ import numpy as np
 from cachesvc.model.errors import CacheError, InvalidRequest, PermissionDenied, Unavailable
 from cachesvc.model.numbers import BACKGROUND, Party
 from cachesvc.model.text import Address, parse_address
-from cachesvc.storage.seam import ObjectName, Part, Scope
+from cachesvc.storage.seam import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, BackOff, ObjectName, Part, Scope
 from cachesvc.storage.workers import nothing
 from cachesvc.telemetry import events
 
@@ -255,8 +255,6 @@ class NewsReader:
 #
 # A failure counts once: those of calls that began before the pause that it set was over have the same cause.
 
-FIRST_PAUSE_SECONDS = 0.25
-LONGEST_PAUSE_SECONDS = 30.0
 LONGEST_PROBE_PAUSE_SECONDS = 1.0
 """Longest pause between two probes of a peer that does not answer, seconds: a probe holds up no request."""
 WARN_SECONDS = 300.0
@@ -264,40 +262,6 @@ WARN_SECONDS = 300.0
 ABSENT_SECONDS = 1.0
 """Time for which an absent prefix is not asked for again, seconds."""
 MOST_ABSENT = 4096
-
-
-class BackOff:
-    """Pause after failures of one kind of call, twice as long each time. Not thread-safe. ``pause``: the length of the
-    last one, seconds; 0 from a success on."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self.pause = 0.0
-        self._until = float("-inf")
-
-    @property
-    def left(self) -> float:
-        """Seconds until calls may begin; 0: they may begin now."""
-        return max(0.0, self._until - self._clock())
-
-    @property
-    def has_failed(self) -> bool:
-        """True from a failure on until a call succeeds."""
-        return self.pause > 0
-
-    def failed(self, began: float, longest: float = LONGEST_PAUSE_SECONDS) -> bool:
-        """Begin a pause of ``longest`` seconds at most after the failure of a call that began then. False, without
-        effect, for a call that began before the last pause was over."""
-        if began < self._until:
-            return False
-        self.pause = min(max(2 * self.pause, FIRST_PAUSE_SECONDS), longest)
-        self._until = self._clock() + self.pause
-        return True
-
-    def succeeded(self) -> None:
-        """End the pause. Calls that began before this one count neither for the peer nor against it."""
-        if self.pause:
-            self.pause, self._until = 0.0, self._clock()
 
 
 class Peer:
@@ -316,8 +280,8 @@ class Peer:
         self.down_since: float | None = None
         self._warn_at = 0.0
         self._clock = clock
-        self._answers = BackOff(clock)
-        self._bytes = BackOff(clock)
+        self._answers = BackOff()
+        self._bytes = BackOff()
         self._probe_at = 0.0
         self._is_silent = False
         self._absent: OrderedDict[bytes, float] = OrderedDict()
@@ -326,7 +290,7 @@ class Peer:
     @property
     def pause_left(self) -> float:
         """Seconds for which the peer is not asked to lend; 0: it may be asked now."""
-        return max(self._answers.left, self._bytes.left)
+        return max(0.0, max(self._answers.until, self._bytes.until) - self._clock())
 
     @property
     def is_usable(self) -> bool:
@@ -341,7 +305,7 @@ class Peer:
     @property
     def answers(self) -> bool:
         """False from a call without an answer on until it answers again."""
-        return not self._answers.has_failed
+        return not self._answers.pause
 
     def lacks(self, key: bytes) -> bool:
         """True where a recent question found nothing that begins with this block."""
@@ -352,7 +316,7 @@ class Peer:
         """Note an answer in time. Another ``epoch`` (0: unknown) is another life, which may have what the last one
         lacked."""
         with self._lock:
-            self._answers.succeeded()
+            self._answers.succeeded(self._clock())
             self.distrust, self.down_since, self._is_silent = "", None, False
             if epoch not in (0, self.epoch):
                 self.epoch = epoch
@@ -361,7 +325,7 @@ class Peer:
     def sent(self) -> None:
         """Note that a stream has brought all that it was asked for, and all of it was right."""
         with self._lock:
-            self._bytes.succeeded()
+            self._bytes.succeeded(self._clock())
 
     def had_nothing(self, key: bytes) -> None:
         """Note that the peer lacks the blocks from this one on."""
@@ -383,8 +347,8 @@ class Peer:
             return is_due
 
     def did_not_answer(self, reason: str, began: float, *, is_absent: bool = False) -> bool:
-        """Note that a call that began then had no answer. True where it counts: see BackOff. ``is_absent``: it failed
-        at once, as to a daemon that is not started yet, which is asked again soon."""
+        """Note that a call that began then had no answer. True where it counts. ``is_absent``: it failed at once, as to
+        a daemon that is not started yet, which is asked again soon."""
         with self._lock:
             longest = LONGEST_PAUSE_SECONDS if self._is_silent or not is_absent else FIRST_PAUSE_SECONDS
             counts = self._note(self._answers, reason, began, longest)
@@ -394,14 +358,19 @@ class Peer:
             return counts
 
     def did_not_send(self, reason: str, began: float) -> bool:
-        """Note that a loan of then was not sent as it should be. True where it counts: see BackOff."""
+        """Note that a loan of then was not sent as it should be. True where it counts."""
         with self._lock:
             return self._note(self._bytes, reason, began, LONGEST_PAUSE_SECONDS)
 
     def _note(self, back_off: BackOff, reason: str, began: float, longest: float) -> bool:
+        """Under the lock: begin a pause. False, without effect, for a call that began before the last pause, or the
+        success that ended it, was over."""
         self.counts["failed"] += 1
         self.reason = reason
-        return back_off.failed(began, longest)
+        if began < back_off.until:
+            return False
+        back_off.failed(self._clock(), longest)
+        return True
 
     def wants_probe(self) -> bool:
         """True once it is time to try a silent peer, or one that was never tried; that is noted as done."""

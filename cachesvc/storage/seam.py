@@ -365,6 +365,31 @@ def _alone(layout: Layout, groups: tuple[int, ...]) -> tuple[Shape, ...]:
     )
 
 
+FIRST_PAUSE_SECONDS = 0.25
+LONGEST_PAUSE_SECONDS = 30.0
+
+
+class BackOff:
+    """Pause after failures, twice as long each time, from ``first`` to ``longest`` seconds. Not thread-safe. ``pause``:
+    the length of the last one, 0 from a success on; ``until``: its end, monotonic seconds."""
+
+    def __init__(self, first: float = FIRST_PAUSE_SECONDS, longest: float = LONGEST_PAUSE_SECONDS) -> None:
+        self._first = first
+        self._longest = longest
+        self.pause = 0.0
+        self.until = float("-inf")
+
+    def failed(self, now: float, longest: float = float("inf")) -> None:
+        """Begin a pause, of ``longest`` seconds at most."""
+        self.pause = min(max(2 * self.pause, self._first), self._longest, longest)
+        self.until = now + self.pause
+
+    def succeeded(self, now: float) -> None:
+        """End the pause."""
+        if self.pause:
+            self.pause, self.until = 0.0, now
+
+
 NOTE_SECONDS = 60.0
 """Interval between two log lines of a kind, seconds."""
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from cachesvc.model.words import KEY_BYTES
 from cachesvc.storage.file.catalogue import Catalogue, Entry
-from cachesvc.storage.seam import LAYOUT_ID_BYTES, Gone, ObjectName, Part, Scope
+from cachesvc.storage.seam import LAYOUT_ID_BYTES, BackOff, Gone, ObjectName, Part, Scope
 from cachesvc.storage.workers import nothing
 from cachesvc.telemetry import events
 
@@ -273,8 +273,7 @@ class Stuck:
 
     size_bytes: int
     entry: Entry | None
-    pause: float
-    until: float
+    back_off: BackOff
 
 
 class StuckFiles:
@@ -308,8 +307,8 @@ class StuckFiles:
     def keep(self, path: str, size_bytes: int, entry: Entry | None, why: str) -> None:
         """A file stays. Logged once a minute."""
         if path not in self._files:
-            pause = FIRST_PAUSE_SECONDS
-            self._files[path] = Stuck(size_bytes, entry, pause, self._clock() + pause)
+            stuck = self._files[path] = Stuck(size_bytes, entry, BackOff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS))
+            stuck.back_off.failed(self._clock())
             self.size_bytes += size_bytes if entry is None else 0
         if self._clock() >= self._warn_at:
             self._warn_at = self._clock() + WARN_SECONDS
@@ -326,19 +325,18 @@ class StuckFiles:
         others if that one can go. Returns what has gone."""
         gone: list[Stuck] = []
         now = self._clock()
-        due = sorted(self._files, key=lambda path: self._files[path].until)[:TRIED_AT_ONCE]
+        due = sorted(self._files, key=lambda path: self._files[path].back_off.until)[:TRIED_AT_ONCE]
         for number, path in enumerate(due):
             each = self._files[path]
             is_probe = is_short and number == len(gone)
-            if each.until > now and not is_probe:
+            if each.back_off.until > now and not is_probe:
                 break
             try:
                 os.unlink(path)
             except FileNotFoundError:
                 pass
             except OSError:
-                each.pause = min(2 * each.pause, LONGEST_PAUSE_SECONDS)
-                each.until = now + each.pause
+                each.back_off.failed(now)
                 continue
             del self._files[path]
             self.size_bytes -= each.size_bytes if each.entry is None else 0

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import threading
 
-from cachesvc.peer.fleet import (
-    ABSENT_SECONDS,
-    FIRST_PAUSE_SECONDS,
-    LONGEST_PAUSE_SECONDS,
-    Peer,
-)
+from cachesvc.peer.fleet import ABSENT_SECONDS, Peer
 from cachesvc.peer.lender import LoanDesk
+from cachesvc.storage.seam import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS
 from tests.contracts.storage_rig import name_of
 from tests.unit.peer.peer_rig import LendingNode, NearControl
 

@@ -11,7 +11,7 @@ from cachesvc.model.layout import Layout
 from cachesvc.storage.objects import ObjectStore
 from cachesvc.storage.seam import Outcome
 from cachesvc.storage.spec import TierOptions
-from cachesvc.storage.tier import Coming, News, Tier
+from cachesvc.storage.tier import News, Tier, objects_of
 from cachesvc.storage.workers import Workers
 from tests.sim.sim_storage import SimStorage
 from tests.sim.storage_world import InboxWorkers
@@ -71,9 +71,9 @@ class TierRig:
 
     def fetch(self, ticket: int, keys: bytes, pages: Sequence[Sequence[int]], parent: bytes = b"") -> list[int]:
         """Begin a fetch; returns of each block how many objects come."""
-        coming = Coming(self.model.id, self.tier.shapes(self.model), ticket, keys, pages, parent)
-        self.tier.fetch(coming)
-        counts = Counter(block for block, _ in coming.wanted())
+        objects = objects_of(self.tier.shapes(self.model), pages, len(keys) // 32)
+        self.tier.fetch(self.model, ticket, keys, pages, parent, objects)
+        counts = Counter(block for block, _ in objects)
         return [counts[block] for block in range(len(keys) // 32)]
 
     def keep(self, prompt: str, first_page: int = 0) -> None:

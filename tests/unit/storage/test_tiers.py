@@ -217,12 +217,13 @@ def test_a_dead_tier_above_is_passed_over_too() -> None:
 
 def test_a_slow_tier_below_holds_up_no_write_above_and_gets_its_own_later() -> None:
     rig = Rig((SimStorage(), THROUGH), (SimStorage(), THROUGH))
-    rig.tiers.all[1].budget.begin(1 << 40)  # no room for now
+    rig.tiers.all[1].rate.tokens -= 1 << 40  # no room for now
+    rig.tiers.all[1].under_way += 1 << 40
     assert rig.keep("abc") == [OK] * 3
     assert rig.objects() == [3, 0]
     rig.tick(0.2)
     assert rig.owed == []
-    rig.tiers.all[1].budget.end(1 << 40)
+    rig.tiers.all[1].under_way -= 1 << 40
     rig.tick(3000.0)
     assert len(rig.owed) == 3
     rig.keep("abc")
@@ -233,7 +234,7 @@ def test_a_failed_copy_below_is_no_failed_write() -> None:
     rig = Rig((SimStorage(), THROUGH), (SimStorage(odds={"fail": 1.0}), THROUGH))
     assert set(rig.keep("abc")) == {OK}
     assert rig.objects() == [3, 0]
-    assert [tier.budget.under_way for tier in rig.tiers.all] == [0, 0]
+    assert [tier.under_way for tier in rig.tiers.all] == [0, 0]
 
 
 def test_what_one_tier_evicts_is_gone_only_where_no_other_has_it() -> None:
