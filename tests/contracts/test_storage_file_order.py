@@ -14,8 +14,7 @@ import pytest
 
 from benchmarks.storage.writer_kills import run
 from cachesvc.storage.file.disk import Moments
-from cachesvc.storage.file.engine import FileStorage
-from cachesvc.storage.file.keeper import FileOptions
+from cachesvc.storage.file.engine import FileOptions, FileStorage
 from cachesvc.storage.file.space import object_path
 from cachesvc.storage.objects import Verb
 from cachesvc.storage.seam import ObjectName, Outcome, Part, Use

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cachesvc.config import Config, load_config
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.text import MOST_BYTES, did_you_mean, parse_amount, parse_size
-from cachesvc.storage.file.keeper import file_options
+from cachesvc.storage.file.engine import file_options
 from cachesvc.storage.mooncake.native import mooncake_options
 from cachesvc.storage.s3.client import s3_options
 from cachesvc.storage.spec import StorageSpec, parse_storage
