@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -248,8 +248,6 @@ class PeerStorage(StorageBackend):
         self.peers: Sequence[Peer] = [Peer(control, clock) for control in controls]
         self._listed = tuple(self.peers)
         self._names = names
-        self.counts: Counter[str] = Counter()
-        self.read_bytes = 0
         self._clock = clock
         self._guests = guests
         self._loans = HeldLoans(clock)
@@ -403,9 +401,6 @@ class PeerStorage(StorageBackend):
             ),
         ]
 
-    def holds(self, name: ObjectName) -> bool:
-        return self._loans.find(name) is not None
-
     def close(self) -> None:
         """Give back what is borrowed, as far as peers answer in time. Idempotent."""
         until = time.monotonic() + CLOSE_SECONDS
@@ -487,7 +482,6 @@ class PeerStorage(StorageBackend):
                 answer.peer = peer
                 peer.is_self |= bool(answer.epoch) and answer.epoch == self.own_epoch
                 peer.answered(answer.epoch)
-                peer.counts["lent"] += answer.lease != 0
             answered(answer)
 
         try:
@@ -508,11 +502,8 @@ class PeerStorage(StorageBackend):
         self._loans.begun(loan)
         left = deque((index, item, loan.numbers[item.name]) for index, item in items)
 
-        def came(indexes: Sequence[int], size_bytes: int) -> None:
+        def came(indexes: Sequence[int]) -> None:
             job.heard_at = self._clock()
-            with self._changed:
-                self.counts["read"] += len(indexes)
-                self.read_bytes += size_bytes
             for index in indexes:
                 each(index, Outcome.LENT)
 
@@ -536,7 +527,6 @@ class PeerStorage(StorageBackend):
     def _note_refusal(self, peer: Peer, began: float, error: CacheError) -> None:
         """Note that a call to a peer was refused, or had no answer."""
         if isinstance(error, PeerRefused):
-            peer.counts["refused"] += 1
             peer.answered()
             return
         if isinstance(error, HandshakeFailed) and peer.distrusts(str(error)):

@@ -10,7 +10,6 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -205,7 +204,7 @@ class NewsReader:
     def __init__(self, peers: Callable[[], Sequence[Peer]], clock: Callable[[], float] = time.monotonic) -> None:
         self._peers = peers
         self._clock = clock
-        self._asked: set[int] = set()
+        self._asked: set[Peer] = set()
         self._is_open = True
         self._lock = threading.Lock()
 
@@ -213,9 +212,9 @@ class NewsReader:
         """Ask peers of which no answer is under way. Called periodically."""
         for peer in self._peers():
             with self._lock:
-                is_due = self._is_open and id(peer) not in self._asked
+                is_due = self._is_open and peer not in self._asked
                 if is_due:
-                    self._asked.add(id(peer))
+                    self._asked.add(peer)
             if is_due:
                 self._ask(peer)
 
@@ -224,31 +223,26 @@ class NewsReader:
             self._is_open = False
 
     def _ask(self, peer: Peer) -> None:
-        digest, told = peer.digest, partial(self._told, peer, self._clock())
+        digest, asked_at = peer.digest, self._clock()
+
+        def told(news: DigestNews | CacheError) -> None:
+            goes_on = False
+            if isinstance(news, CacheError) or not any(each is peer for each in self._peers()):
+                peer.digest.forget()  # without its news, a peer may have anything
+            else:
+                peer.digest.learn(news)
+                peer.answered()
+                goes_on = self._is_open and self._clock() - asked_at >= QUICK_SECONDS
+            if goes_on:
+                self._ask(peer)
+                return
+            with self._lock:
+                self._asked.discard(peer)
+
         try:
             peer.control.news_later(digest.epoch, digest.version, PATIENCE_SECONDS, told)
-        except CacheError:
-            self._failed(peer)
-
-    def _told(self, peer: Peer, asked_at: float, news: DigestNews | CacheError) -> None:
-        if isinstance(news, CacheError) or not any(each is peer for each in self._peers()):
-            self._failed(peer)
-            return
-        peer.digest.learn(news)
-        peer.answered()
-        if self._is_open and self._clock() - asked_at >= QUICK_SECONDS:
-            self._ask(peer)
-        else:
-            self._done(peer)
-
-    def _failed(self, peer: Peer) -> None:
-        """Without its news, a peer may have anything."""
-        peer.digest.forget()
-        self._done(peer)
-
-    def _done(self, peer: Peer) -> None:
-        with self._lock:
-            self._asked.discard(id(peer))
+        except CacheError as error:
+            told(error)
 
 
 # Health of another daemon: what it answers, and what it sends, each with a pause of its own after a failure.
@@ -265,7 +259,7 @@ MOST_ABSENT = 4096
 
 
 class Peer:
-    """One other daemon, as this one sees it. Any thread. ``counts``: answers and failures by kind.
+    """One other daemon, as this one sees it. Any thread. ``counts``: failures by kind.
     ``distrust``: why the two do not trust each other's certificates; empty once the peer has answered since.
     ``is_self``: it is this daemon. ``down_since``: when it stopped answering; None while it answers."""
 
@@ -330,7 +324,6 @@ class Peer:
     def had_nothing(self, key: bytes) -> None:
         """Note that the peer lacks the blocks from this one on."""
         with self._lock:
-            self.counts["absent"] += 1
             self._absent[key] = self._clock() + ABSENT_SECONDS
             self._absent.move_to_end(key)
             while len(self._absent) > MOST_ABSENT:

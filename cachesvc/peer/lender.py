@@ -225,7 +225,6 @@ class LoanDesk:
         self._clock = clock
         self._lent: dict[int, Lent] = {}
         self._lock = threading.Condition()
-        self.lapsed = 0
 
     def lend(
         self,
@@ -245,10 +244,6 @@ class LoanDesk:
 
     def __len__(self) -> int:
         return len(self._lent)
-
-    def knows(self, lease: int) -> bool:
-        """True while pages are lent under it, or still being sent."""
-        return lease in self._lent
 
     def beat(self, lease: int) -> bool:
         """Renew a lease whose borrower wants it. False for one that is over."""
@@ -281,7 +276,6 @@ class LoanDesk:
         now = self._clock()
         with self._lock:
             late = [lent for lent in self._lent.values() if not lent.is_over and lent.until <= now]
-            self.lapsed += len(late)
         for lent in late:
             self._end(lent)
 

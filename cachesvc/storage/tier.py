@@ -20,7 +20,7 @@ from typing import NamedTuple
 from cachesvc.model.errors import CacheError
 from cachesvc.model.numbers import Bucket
 from cachesvc.model.text import one_line
-from cachesvc.model.words import NO_PAGE
+from cachesvc.model.words import KEY_BYTES, NO_PAGE
 from cachesvc.storage.objects import ObjectStore, Verb
 from cachesvc.storage.seam import (
     FIRST_PAUSE_SECONDS,
@@ -162,44 +162,27 @@ class Tier:
         """True where the engine believes to have all of a block, as far as it knows without asking."""
         return bool(self.backend.expects(shapes.scope, key, shapes.parts))
 
-    def fetch(
-        self,
-        model: ModelFacts,
-        ticket: int,
-        keys: bytes,
-        pages: Sequence[Sequence[int]],
-        parent: bytes,
-        objects: Sequence[tuple[int, Shape]],
-    ) -> None:
-        """Read ``objects``, each of a block of packed ``keys``, to its host pages: ``pages[g]`` has one of each block.
-        ``parent``: the key of the block above the first; empty for none."""
-        request = self._request(Verb.GET, model, ticket, keys, pages, parent, objects)
+    def fetch(self, blocks: Blocks, objects: Sequence[tuple[int, Shape]]) -> None:
+        """Read objects of some blocks, by block, to their host pages."""
+        request = self._request(Verb.GET, blocks, objects)
         self._getting.add([Job(lambda _: self._ask(request), request.fail)])
 
     def keep(self, model: ModelFacts, key: bytes, pages: Sequence[int], parent: bytes = b"") -> int:
         """Write a block below the block ``parent`` from its host pages; returns how many objects are on their way."""
-        shapes, of_one = self.shapes(model), [[page] for page in pages]
-        objects = objects_of(shapes, of_one, 1)
+        shapes, block = self.shapes(model), Blocks(model, 0, key, [[page] for page in pages], parent)
+        objects = objects_of(shapes, block)
         if objects:
             self.rate.tokens -= shapes.block_bytes
             self.under_way += shapes.block_bytes
-            request = self._request(Verb.PUT, model, 0, key, of_one, parent, objects)
+            request = self._request(Verb.PUT, block, objects)
             self._putting.add([Job(lambda _: self._begin(request), request.fail)])
         return len(objects)
 
-    def _request(
-        self,
-        verb: Verb,
-        model: ModelFacts,
-        ticket: int,
-        keys: bytes,
-        pages: Sequence[Sequence[int]],
-        parent: bytes,
-        objects: Sequence[tuple[int, Shape]],
-    ) -> StorageRequest:
+    def _request(self, verb: Verb, blocks: Blocks, objects: Sequence[tuple[int, Shape]]) -> StorageRequest:
         deadline = self._clock() + self.options.deadline
-        what = model.id, self.shapes(model), ticket, keys, pages, parent, objects
-        self._requests.append(StorageRequest(verb, *what, deadline, self._tell_later))
+        self._requests.append(
+            StorageRequest(verb, blocks, self.shapes(blocks.model), objects, deadline, self._tell_later)
+        )
         return self._requests[-1]
 
     def kept(self, model: ModelFacts) -> None:
@@ -262,7 +245,7 @@ class Tier:
         shapes, objects = request.shapes, request.objects
         if request.is_settled:
             return
-        if self.backend.expects(shapes.scope, key_at(request.keys, objects[0][0]), shapes.parts) is not None:
+        if self.backend.expects(shapes.scope, key_at(request.blocks.keys, objects[0][0]), shapes.parts) is not None:
             self._begin(request)
             return
 
@@ -285,11 +268,11 @@ class Tier:
         """Have the engine move the blocks before ``end``; the rest does not come."""
         if not request.claim():
             return
-        news, pages = request.news(), request.pages
+        news, (model, _, keys, pages, parent) = request.news(), request.blocks
         asked = news if end is None else [each for each in news if each.block < end]
         try:
             views = [
-                tuple(self._view(request.model, group, rank, pages[group][block]) for group, rank in shape.pieces)
+                tuple(self._view(model.id, group, rank, pages[group][block]) for group, rank in shape.pieces)
                 for block, shape in request.objects[: len(asked)]
             ]
         except CacheError:  # the host pool is closed: the daemon ends
@@ -303,7 +286,7 @@ class Tier:
             self._clock() + self.options.deadline,
             lambda index, outcome: self._tell_later([news[index]._replace(outcome=outcome)]),
             lambda index: self._tell_later([news[index]]),
-            [key_at(request.keys, each.block - 1) if each.block else request.parent for each in asked],
+            [key_at(keys, each.block - 1) if each.block else parent for each in asked],
         )
         request.begun()
         self._tell_later(request.news(Outcome.BUSY)[len(asked) :])  # never promised: nothing against the engine
@@ -414,18 +397,12 @@ class Stage(Enum):
 
 @dataclass(eq=False, slots=True)
 class StorageRequest:
-    """Objects of some blocks of packed ``keys``: of a fetch (``ticket``), or (0) of one block that is written.
-    ``pages[g]``: of each block a host page. ``parent``: the key of the block above the first; empty for none.
-    ``tell`` gets the news of all of them where they end before they are begun: BUSY, or FAILED where the engine was
-    asked (``was_put``). ``deadline``: monotonic seconds. Any thread."""
+    """Objects of some blocks, by block. ``tell`` gets the news of all of them where they end before they are begun:
+    BUSY, or FAILED where the engine was asked (``was_put``). ``deadline``: monotonic seconds. Any thread."""
 
     verb: Verb
-    model: int
+    blocks: Blocks
     shapes: Shapes
-    ticket: int
-    keys: bytes
-    pages: Sequence[Sequence[int]]
-    parent: bytes
     objects: Sequence[tuple[int, Shape]]
     deadline: float
     tell: Callable[[Sequence[News]], None]
@@ -434,12 +411,13 @@ class StorageRequest:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def news(self, outcome: Outcome | None = None) -> list[News]:
-        key = b"" if self.ticket else self.keys
-        return [News(self.model, self.ticket, key, block, shape, outcome) for block, shape in self.objects]
+        model, ticket, keys, _, _ = self.blocks
+        key = b"" if ticket else keys
+        return [News(model.id, ticket, key, block, shape, outcome) for block, shape in self.objects]
 
     def names(self) -> list[ObjectName]:
-        scope = self.shapes.scope
-        return [ObjectName(scope, key_at(self.keys, block), shape.part) for block, shape in self.objects]
+        scope, keys = self.shapes.scope, self.blocks.keys
+        return [ObjectName(scope, key_at(keys, block), shape.part) for block, shape in self.objects]
 
     @property
     def is_settled(self) -> bool:
@@ -603,13 +581,24 @@ class News(NamedTuple):
     outcome: Outcome | None  # None: it was LATE, and is back
 
 
-def objects_of(shapes: Shapes, pages: Sequence[Sequence[int]], blocks: int) -> list[tuple[int, Shape]]:
-    """Objects of some blocks for which there are host pages, by block: ``pages[g]`` has one of each, or NO_PAGE."""
+class Blocks(NamedTuple):
+    """Blocks of a fetch (``ticket``), or (0) one that is written. ``pages[g]`` has a host page for each of packed
+    ``keys``, or NO_PAGE. ``parent``: the key of the block above the first; empty for none."""
+
+    model: ModelFacts
+    ticket: int
+    keys: bytes
+    pages: Sequence[Sequence[int]]
+    parent: bytes
+
+
+def objects_of(shapes: Shapes, blocks: Blocks) -> list[tuple[int, Shape]]:
+    """Objects of blocks for which there are host pages, by block."""
     return [
         (block, shape)
-        for block in range(blocks)
+        for block in range(len(blocks.keys) // KEY_BYTES)
         for shape in (*shapes.full, *shapes.windows)
-        if all(pages[group][block] != NO_PAGE for group in shape.groups)
+        if all(blocks.pages[group][block] != NO_PAGE for group in shape.groups)
     ]
 
 

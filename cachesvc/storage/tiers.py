@@ -17,7 +17,7 @@ from itertools import islice
 from cachesvc.model.words import KEY_BYTES
 from cachesvc.storage.seam import CAME, Chooser, ModelFacts, Outcome, Shape, Use, key_at
 from cachesvc.storage.spec import WriteWhen
-from cachesvc.storage.tier import News, Tell, TellGone, Tier, objects_of
+from cachesvc.storage.tier import Blocks, News, Tell, TellGone, Tier, objects_of
 from cachesvc.storage.workers import nothing
 
 MOST_TIERS = 4
@@ -35,11 +35,7 @@ Owed = Callable[[int, list[bytes]], None]
 class Route:
     """A fetch under way. ``out``: objects that have not come back, by tier."""
 
-    model: ModelFacts
-    ticket: int
-    keys: bytes
-    pages: Sequence[Sequence[int]]
-    parent: bytes
+    blocks: Blocks
     since: float
     out: Counter[int] = field(default_factory=Counter)
 
@@ -143,25 +139,25 @@ class Tiers:
     ) -> list[int]:
         """Bring blocks to host pages, the first of them below the block ``parent``; returns of each block how many
         objects come."""
-        blocks = len(keys) // KEY_BYTES
-        objects = objects_of(self.all[0].shapes(model), pages, blocks)
+        blocks, total = Blocks(model, ticket, keys, pages, parent), len(keys) // KEY_BYTES
+        objects = objects_of(self.all[0].shapes(model), blocks)
         if objects:
-            self._routes[ticket] = route = Route(model, ticket, keys, pages, parent, self._clock())
+            self._routes[ticket] = route = Route(blocks, self._clock())
             plan: list[int] = []
-            while len(plan) < blocks:
+            while len(plan) < total:
                 number, count = self._first_with(model, keys[len(plan) * KEY_BYTES :])
-                plan += [number] * (count or blocks - len(plan))
+                plan += [number] * (count or total - len(plan))
             shares: dict[int, list[tuple[int, Shape]]] = {}
             for block, shape in objects:
                 shares.setdefault(plan[block], []).append((block, shape))
             for number, some in shares.items():
                 self._ask(route, number, some)
         counts = Counter(block for block, _ in objects)
-        return [counts[block] for block in range(blocks)]
+        return [counts[block] for block in range(total)]
 
     def _ask(self, route: Route, number: int, some: list[tuple[int, Shape]]) -> None:
         route.out[number] += len(some)
-        self.all[number].fetch(route.model, route.ticket, route.keys, route.pages, route.parent, some)
+        self.all[number].fetch(route.blocks, some)
 
     def lagged(self) -> None:
         for number in {at for route in self._routes.values() for at, out in route.out.items() if out}:
@@ -254,12 +250,13 @@ class Tiers:
 
     def _fetched(self, number: int, ticket: int, news: list[News]) -> list[News]:
         route = self._routes[ticket]
+        model, _, keys, _, _ = route.blocks
         passed: list[News] = []
         again: dict[int, list[tuple[int, Shape]]] = {}
         for each in news:
             route.out[number] -= each.outcome is not Outcome.LATE
-            key = key_at(route.keys, each.block)
-            below = self._below(number, route.model, key) if each.outcome in ELSEWHERE else None
+            key = key_at(keys, each.block)
+            below = self._below(number, model, key) if each.outcome in ELSEWHERE else None
             if below is not None:
                 again.setdefault(below, []).append((each.block, each.shape))
                 continue
@@ -267,7 +264,7 @@ class Tiers:
             if each.outcome in CAME:
                 for above in range(number):
                     if self.all[above].keeps_used:
-                        self._owe(above, (route.model.id, key))
+                        self._owe(above, (model.id, key))
         for below, some in again.items():
             self._ask(route, below, sorted(some, key=lambda each: each[0]))
         if not any(route.out.values()):

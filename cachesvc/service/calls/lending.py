@@ -42,6 +42,31 @@ View = Callable[[int, int, int, int], memoryview]
 """``(model, group, host rank, page)``: a host page's bytes. Raises a CacheError."""
 
 
+class Waiters:
+    """Calls that wait for a change, ``most`` at a time. On the loop."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._waiting: dict[asyncio.Future[None], int] = {}
+
+    async def wait(self, seconds: float, model: int = 0) -> bool:
+        """Wait for a change, of a model, for so long at most. False at once where no time is left, or too many wait."""
+        if seconds <= 0 or len(self._waiting) >= self._most:
+            return False
+        changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[changed] = model
+        try:
+            await asyncio.wait((changed,), timeout=seconds)
+        finally:
+            del self._waiting[changed]
+        return True
+
+    def wake(self, model: int = 0) -> None:
+        for changed, awaited in self._waiting.items():
+            if awaited == model and not changed.done():
+                changed.set_result(None)
+
+
 class LendingDesk:
     """Desk on the ledger thread. ``view``: from any thread. ``lease_seconds``: silence after which a lease is over."""
 
@@ -50,7 +75,7 @@ class LendingDesk:
         self.loans = LoanDesk(node.now)
         self._node = node
         self._view = view
-        self._waiting: dict[int, set[asyncio.Future[None]]] = {}
+        self._waiters = Waiters(MOST_PATIENT)
         node.core.on_sealed.append(self._on_sealed)
 
     async def borrow(
@@ -83,35 +108,18 @@ class LendingDesk:
                 answer = await self._node.wait_out(run, answer, self._node.now() + LEND_SECONDS, OTHER_NODES, "borrow")
             ended_at = model.blocks.given_up_at(keys[:KEY_BYTES]) if answer is None else None
             over_at = inf if ended_at is None else max(asked_at, ended_at) + GIVEN_UP_SECONDS
-            if answer is not None or not await self._sealed(model.id, min(until, over_at) - self._node.now()):
+            left = min(until, over_at) - self._node.now()
+            if answer is not None or not await self._waiters.wait(min(left, GIVEN_UP_SECONDS), model.id):
                 break
         here = 0 if answer is None else len(answer.rows)
         computing = computing_blocks(model, keys, here) if model.blocks.computing else 0
         lent = None if answer is None else await self._hand_out(model, scope, wanted, answer)
         return lent, computing, over_at <= self._node.now()
 
-    async def _sealed(self, model: int, seconds: float) -> bool:
-        """Wait for the next sealed block of a model, or until it is time to look again. False where ``seconds`` are
-        over, or too many wait."""
-        waiting = self._waiting.setdefault(model, set())
-        if seconds <= 0 or sum(map(len, self._waiting.values())) >= MOST_PATIENT:
-            return False
-        sealed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiting.add(sealed)
-        try:
-            await asyncio.wait((sealed,), timeout=min(seconds, GIVEN_UP_SECONDS))
-        finally:
-            waiting.discard(sealed)
-            if not waiting:
-                self._waiting.pop(model, None)
-        return True
-
     def _on_sealed(self, model: int, replica: int, row: int, count: int) -> None:
         """Wake borrowers that wait for a block of the model."""
         del replica, row, count
-        for sealed in self._waiting.get(model, ()):
-            if not sealed.done():
-                sealed.set_result(None)
+        self._waiters.wake(model)
 
     def _find(self, scope: Scope) -> tuple[Model, Shapes] | None:
         """The model of a scope, and what its blocks are lent as."""
@@ -238,7 +246,7 @@ class DigestFeed:
         self._is_whole = False
         self._life = 0
         self._is_warned = False
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._waiters = Waiters(MOST_READERS)
 
     async def news(self, epoch: int, version: int, patience: float) -> DigestNews | None:
         """Changes since ``version`` of the life ``epoch``, once there are any; None: there were none for ``patience``
@@ -250,17 +258,8 @@ class DigestFeed:
             digest = self._digest
             if digest is not None and self._is_whole and (epoch != self.epoch or digest.version != version):
                 return digest.news(self.epoch, version if epoch == self.epoch else 0)
-            left = until - self._node.now()
-            if left <= 0 or len(self._waiting) >= MOST_READERS:
+            if not await self._waiters.wait(until - self._node.now()):
                 return None
-            changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.add(changed)
-            try:
-                await asyncio.wait_for(changed, left)
-            except TimeoutError:
-                return None
-            finally:
-                self._waiting.discard(changed)
 
     def attention(self) -> list[str]:
         """A sentence about a digest that cannot hold this node's blocks."""
@@ -296,9 +295,7 @@ class DigestFeed:
             self._is_warned = True
             events.warning("peer_digest_full", bits=self._digest.size, blocks=blocks)
         if self._is_whole and (before != self._digest.version or not was_whole):
-            for changed in self._waiting:
-                if not changed.done():
-                    changed.set_result(None)
+            self._waiters.wake()
 
     def _follow(self, model: Model, digest: CountedDigest) -> bool:
         """Take in changes of a model; False while there are more."""

@@ -43,7 +43,7 @@ from cachesvc.storage.seam import (
     oldest_first,
 )
 from cachesvc.storage.spec import StorageSpec, count_option, option, seconds_option, size_option
-from cachesvc.storage.workers import CLOSE_SECONDS, Job, UnderWay, Workers
+from cachesvc.storage.workers import CLOSE_SECONDS, Job, UnderWay, Workers, jobs_of
 from cachesvc.telemetry import events
 
 PARENT_END = 120
@@ -127,20 +127,10 @@ class FileStorage(StorageBackend):
 
     def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
         """Read in the order of ``items``, as many at a time as there are readers."""
-        self._readers.add(
-            [
-                Job(partial(self._read, index, item, each), partial(each, index, Outcome.BUSY), deadline)
-                for index, item in enumerate(items)
-            ]
-        )
+        self._readers.add(jobs_of(items, deadline, each, self._read))
 
     def put(self, items: Sequence[Item], deadline: float, each: Each) -> None:
-        self._writers.add(
-            [
-                Job(partial(self._write, index, item, each), partial(each, index, Outcome.BUSY), deadline)
-                for index, item in enumerate(items)
-            ]
-        )
+        self._writers.add(jobs_of(items, deadline, each, self._write))
 
     def remove(self, names: Sequence[ObjectName]) -> None:
         """Remove at once, on the caller's thread: a file is some 20 us. Nothing is removed once it is closed: who
@@ -188,7 +178,7 @@ class FileStorage(StorageBackend):
                 self._catalogue.drop(name)
                 continue
             except OSError as error:
-                self._note_unread(error)
+                self._troubles.note("read", error)
                 found.unreadable += 1
                 continue
             if not found.note(verdict, size_bytes):
@@ -280,22 +270,18 @@ class FileStorage(StorageBackend):
             return  # the keeper does it once the folder is claimed
         self._folder.keep_label(scope, label)
 
-    def _read(self, index: int, item: Item, each: Each, mover: Mover) -> None:
+    def _read(self, item: Item, mover: Mover) -> Outcome:
         self._catalogue.hold(item.name)
         try:
             outcome = self._read_file(item, mover)
         except OSError as error:
-            self._note_unread(error)
+            self._troubles.note("read", error)
             outcome = Outcome.FAILED
         finally:
             self._catalogue.let_go(item.name)
         if outcome is not Outcome.OK and outcome is not Outcome.FAILED:
             self._catalogue.drop(item.name)
-        each(index, outcome)
-
-    def _note_unread(self, error: OSError) -> None:
-        if objects := self._troubles.note("read", str(error)):
-            events.event("storage_read_failed", reason=str(error), objects=objects)
+        return outcome
 
     def _read_file(self, item: Item, mover: Mover) -> Outcome:
         path = object_path(self._folder.objects, item.name)
@@ -334,7 +320,7 @@ class FileStorage(StorageBackend):
             self._due.set()
         return is_there
 
-    def _write(self, index: int, item: Item, each: Each, mover: Mover) -> None:
+    def _write(self, item: Item, mover: Mover) -> Outcome:
         room: Room | None = None
         outcome = Outcome.FAILED if self._disk.condition is Condition.GONE else Outcome.BUSY
         size_bytes = padded(len(item.head)) + padded(item.payload_bytes)
@@ -355,11 +341,10 @@ class FileStorage(StorageBackend):
         finally:
             if room is not None:
                 self._space.give_back(room)
-        each(index, outcome)
+        return outcome
 
     def _failed(self, error: OSError) -> Outcome:
-        if objects := self._troubles.note("write", str(error)):
-            events.event("storage_write_failed", reason=str(error), objects=objects)
+        self._troubles.note("write", error)
         if not self._folder.is_claimed:
             self._due.set()
         return Outcome.FAILED

@@ -23,6 +23,7 @@ from cachesvc.storage.tier import (
     LAST_OUTCOMES,
     TRY_ANYWAY,
     UNDER_WAY_BYTES,
+    Blocks,
     Breaker,
     State,
     StateLog,
@@ -270,8 +271,8 @@ def test_pages_that_are_gone_end_a_call() -> None:
     )
     closed.tell = rig.tier.tell
     shapes = closed.shapes(rig.model)
-    pages = [[1, 2]]
-    closed.fetch(rig.model, 7, chain(*"ab"), pages, b"", objects_of(shapes, pages, 2))
+    blocks = Blocks(rig.model, 7, chain(*"ab"), [[1, 2]], b"")
+    closed.fetch(blocks, objects_of(shapes, blocks))
     closed.keep(rig.model, chain("c"), [3])
     rig.settle()
     assert rig.outcomes() == [Outcome.BUSY] * 3
