@@ -202,7 +202,7 @@ class FileStorage(StorageBackend):
         status.capacity_bytes = self._options.capacity
         status.evicted_objects = self._space.evicted_objects
         status.is_complete = self._found.is_set()
-        status.stuck_objects, status.stuck_bytes = len(self._space.stuck), self._space.stuck.all_bytes
+        status.stuck_objects, status.stuck_bytes = len(self._space.stuck), self._space.stuck_bytes
         status.problem = self._problem()
         status.errors, status.last_error = self._troubles.count, self._troubles.last
         return status
