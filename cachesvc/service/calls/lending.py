@@ -90,7 +90,8 @@ class LendingDesk:
             raise LimitExceeded("block keys", len(keys) // KEY_BYTES, MOST_BLOCKS)
         if len(self.loans) >= MOST_LEASES:
             raise LimitExceeded("leases of other nodes", len(self.loans) + 1, MOST_LEASES)
-        found = self._find(scope)
+        each = ((model, shapes_of(model)) for model in models_named(self._node.core, scope.namespace))
+        found = next(((model, shapes) for model, shapes in each if shapes.scope == scope), None)
         if found is None:
             return None, 0, False
         model, shapes = found
@@ -120,11 +121,6 @@ class LendingDesk:
         """Wake borrowers that wait for a block of the model."""
         del replica, row, count
         self._waiters.wake(model)
-
-    def _find(self, scope: Scope) -> tuple[Model, Shapes] | None:
-        """The model of a scope, and what its blocks are lent as."""
-        each = ((model, shapes_of(model)) for model in models_named(self._node.core, scope.namespace))
-        return next(((model, shapes) for model, shapes in each if shapes.scope == scope), None)
 
     def _wanted(self, shapes: Shapes, parts: Sequence[Part]) -> list[Shape]:
         by_part = {shape.part: shape for shape in (*shapes.full, *shapes.windows)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
@@ -50,8 +51,10 @@ def test_a_large_object_renews_its_lease_while_a_slow_borrower_takes_it() -> Non
             reading.send_pieces(ours, [content], 0.04)
 
 
-def test_loans_that_wait_for_a_stream_are_kept_by_heartbeats(node: LendingNode, control: NearControl) -> None:
-    pulling = Pulling(control, clock=lambda: 0.0)
+def test_loans_that_wait_for_a_stream_are_kept_by_heartbeats(
+    node: LendingNode, control: NearControl, pull: Callable[..., Pulling]
+) -> None:
+    pulling = pull(control, clock=lambda: 0.0)
     loans = [
         [name_of(f"{loan}-{at}") for at in range(reading.STREAMS)]
         for loan in range((PART + SHARED) // reading.STREAMS + 1)
@@ -106,8 +109,9 @@ def expected(pulling: Pulling, control: NearControl, names: list[ObjectName]) ->
     pulling.peers.expect(control.address, names[0].scope, keys, [names[0].part], 0.0, lambda _: None)
 
 
-def test_a_loan_that_is_unwanted_is_read_no_further_and_given_back(node: LendingNode, control: NearControl) -> None:
-    pulling = Pulling(control)
+def test_a_loan_that_is_unwanted_is_read_no_further_and_given_back(
+    node: LendingNode, control: NearControl, pulling: Pulling
+) -> None:
     names = [name_of(str(at)) for at in range(64)]
     node.have(names)
     expected(pulling, control, names)
@@ -125,11 +129,11 @@ def test_a_loan_that_is_unwanted_is_read_no_further_and_given_back(node: Lending
     node.wait_quiet(lent.lease)
     assert control.given_back == [lent.lease]
     assert pulling.peers.peers[0].is_up, "that is no failure of the peer"
-    pulling.close()
 
 
-def test_a_loan_that_is_unwanted_before_it_is_read_is_given_back(node: LendingNode, control: NearControl) -> None:
-    pulling = Pulling(control)
+def test_a_loan_that_is_unwanted_before_it_is_read_is_given_back(
+    node: LendingNode, control: NearControl, pulling: Pulling
+) -> None:
     names = [name_of(str(at)) for at in range(3)]
     others = [name_of(f"other-{at}") for at in range(3)]
     node.have([*names, *others])
@@ -140,4 +144,3 @@ def test_a_loan_that_is_unwanted_before_it_is_read_is_given_back(node: LendingNo
     assert control.given_back == [node.lent[0].lease]
     assert pulling.get(names)[0].wait() == [Outcome.MISS] * len(names)
     assert pulling.get(others)[0].wait() == [Outcome.LENT] * len(others)
-    pulling.close()

@@ -8,6 +8,7 @@ import resource
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -135,10 +136,9 @@ def test_what_nobody_has_is_not_asked_for_at_once_again(control: NearControl, pu
     assert control.asked == 1
 
 
-def test_the_next_peer_is_asked(node: LendingNode, control: NearControl) -> None:
-    other = LendingNode()
-    pulling = Pulling(control, NearControl(other, "near:2"))
-    try:
+def test_the_next_peer_is_asked(node: LendingNode, control: NearControl, pull: Callable[..., Pulling]) -> None:
+    with contextlib.closing(LendingNode()) as other:
+        pulling = pull(control, NearControl(other, "near:2"))
         other.have(NAMES)
         assert pulling.fetch(NAMES) == [LENT] * 4
         control.broken = True
@@ -146,9 +146,6 @@ def test_the_next_peer_is_asked(node: LendingNode, control: NearControl) -> None
         other.have(more)
         assert pulling.fetch(more) == [LENT] * 3
         assert node.lender.sent_bytes == 0
-    finally:
-        pulling.close()
-        other.close()
 
 
 def test_a_lease_without_beats_is_over_and_its_stream_is_cut(node: LendingNode) -> None:
@@ -185,12 +182,13 @@ def test_pages_stay_until_nobody_sends_from_them(node: LendingNode) -> None:
     assert node.quiet == [lent.lease], "it is reported once"
 
 
-def test_a_lender_that_dies_in_the_middle_fails_what_is_left(node: LendingNode, control: NearControl) -> None:
+def test_a_lender_that_dies_in_the_middle_fails_what_is_left(
+    node: LendingNode, control: NearControl, pulling: Pulling
+) -> None:
     """Half of an object is none."""
     node.have(NAMES)
     with socket.create_server(("127.0.0.1", 0)) as fake:
         control.port = fake.getsockname()[1]
-        pulling = Pulling(control)
         pulling.reader.exists(NAMES)
         gathered, _ = pulling.get(NAMES)
         stream, _ = fake.accept()
@@ -199,16 +197,14 @@ def test_a_lender_that_dies_in_the_middle_fails_what_is_left(node: LendingNode, 
             stream.sendall(reading.ANSWER.pack(0, reading.OK, PAGE_BYTES) + bytes(200))
         assert set(gathered.wait()) <= {FAILED, MISS}
         assert pulling.peers.peers[0].counts["failed"] == 1
-        pulling.close()
 
 
 def test_a_lender_that_hangs_is_given_up_by_the_deadline_and_writes_nothing_later(
-    node: LendingNode, control: NearControl
+    node: LendingNode, control: NearControl, pulling: Pulling
 ) -> None:
     node.have(NAMES)
     with socket.create_server(("127.0.0.1", 0)) as fake:
         control.port = fake.getsockname()[1]
-        pulling = Pulling(control)
         pulling.reader.exists(NAMES)
         gathered, pages = pulling.get(NAMES, seconds=0.3)
         stream, _ = fake.accept()
@@ -223,10 +219,11 @@ def test_a_lender_that_hangs_is_given_up_by_the_deadline_and_writes_nothing_late
                 except OSError:
                     break
         assert all(page == b"#" * PAGE_BYTES for page in pages), "no late byte has landed"
-        pulling.close()
 
 
-def test_a_lender_that_says_something_else_is_not_believed(node: LendingNode, control: NearControl) -> None:
+def test_a_lender_that_says_something_else_is_not_believed(
+    node: LendingNode, control: NearControl, pull: Callable[..., Pulling]
+) -> None:
     node.have(NAMES)
     for said in (
         reading.ANSWER.pack(3, reading.OK, PAGE_BYTES),
@@ -235,7 +232,7 @@ def test_a_lender_that_says_something_else_is_not_believed(node: LendingNode, co
     ):
         with socket.create_server(("127.0.0.1", 0)) as fake:
             control.port = fake.getsockname()[1]
-            pulling = Pulling(control)
+            pulling = pull(control)
             pulling.reader.exists(NAMES)
             gathered, _ = pulling.get(NAMES)
             stream, _ = fake.accept()
@@ -243,7 +240,6 @@ def test_a_lender_that_says_something_else_is_not_believed(node: LendingNode, co
                 stream.recv(1 << 16)
                 stream.sendall(said)
                 assert set(gathered.wait()) <= {FAILED, MISS}
-            pulling.close()
 
 
 def test_a_borrower_that_takes_nothing_is_cut_off_with_its_lease(node: LendingNode) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import pytest
@@ -72,23 +72,19 @@ def test_streams_that_wait_are_no_more_than_one_address_may_have(node: LendingNo
         stream.close()
 
 
-def test_a_borrower_whose_streams_wait_for_others_of_its_address_gets_all(node: LendingNode) -> None:
+def test_a_borrower_whose_streams_wait_for_others_of_its_address_gets_all(
+    node: LendingNode, pull: Callable[..., Pulling]
+) -> None:
     """Several daemons behind one address each open as many streams as one may."""
-    controls = [NearControl(node, f"near:{at}") for at in range(4)]
-    borrowers = [Pulling(control) for control in controls]
-    try:
-        gathered = []
-        for at, borrower in enumerate(borrowers):
-            for loan in range(3):
-                names = [name_of(f"{at}-{loan}-{each}") for each in range(reading.STREAMS)]
-                node.have(names, STREAM_BYTES)
-                assert all(borrower.reader.exists(names))
-                gathered.append(borrower.get(names, size_bytes=STREAM_BYTES)[0])
-        assert {outcome for each in gathered for outcome in each.wait()} == {LENT}
-        assert [borrower.peers.peers[0].counts["failed"] for borrower in borrowers] == [0] * len(borrowers)
-    finally:
-        for borrower in borrowers:
-            borrower.close()
+    borrowers, gathered = [pull(NearControl(node, f"near:{at}")) for at in range(4)], []
+    for at, borrower in enumerate(borrowers):
+        for loan in range(3):
+            names = [name_of(f"{at}-{loan}-{each}") for each in range(reading.STREAMS)]
+            node.have(names, STREAM_BYTES)
+            assert all(borrower.reader.exists(names))
+            gathered.append(borrower.get(names, size_bytes=STREAM_BYTES)[0])
+    assert {outcome for each in gathered for outcome in each.wait()} == {LENT}
+    assert [borrower.peers.peers[0].counts["failed"] for borrower in borrowers] == [0] * len(borrowers)
 
 
 def test_a_large_loan_is_read_by_several_streams(node: LendingNode, control: NearControl, pulling: Pulling) -> None:
