@@ -333,7 +333,7 @@ class PeerStorage(StorageBackend):
         self._ask(peer, scope, keys, parts, patience, done)
 
     def drop(self, names: Sequence[ObjectName]) -> None:
-        """As ``HeldLoans.drop``."""
+        """Read no more of the loans that were asked for ahead and have these objects; what is left of them fails."""
         self._loans.drop(names)
 
     def _peer_at(self, address: str, party: Party) -> Peer:
