@@ -219,7 +219,7 @@ class Lent:
 
 
 class LoanDesk:
-    """Thread-safe. ``clock``: monotonic seconds."""
+    """Leases of lent objects, by number. Thread-safe. ``clock``: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -386,7 +386,6 @@ class BackOff:
         self.until = now + self.pause
 
     def succeeded(self, now: float) -> None:
-        """End the pause."""
         if self.pause:
             self.pause, self.until = 0.0, now
 
