@@ -117,8 +117,9 @@ class Nodes:
         self.desk = LendingDesk(node, view, config.peer_lease_seconds)
         host = parse_address("peer_listen", config.peer_listen).host
         self._digests = DigestFeed(node)
-        self._lender = Lender(self.desk.desk, host, config.peer_data_port)
-        self._server = PeerServer(PeerService(self.desk, self._lender, self._digests), self._files, self._tokens)
+        self._lender = Lender(self.desk.loans, host, config.peer_data_port)
+        service = PeerService(self.desk, self._lender, self._digests, node.epoch)
+        self._server = PeerServer(service, self._files, self._tokens)
 
     def advertised(self) -> str:
         """HOST:PORT at which other nodes reach this one; empty where nothing is lent, or no address says where."""
@@ -150,7 +151,7 @@ class Nodes:
         if self._lender is not None:
             self._lender.close()
         if self.desk is not None:
-            self.desk.close()
+            self.desk.loans.end_all()
 
     def attention(self) -> list[str]:
         """Sentences about nodes that cannot be borrowed from until an operator does something."""
@@ -160,6 +161,6 @@ class Nodes:
     def tick(self) -> None:
         """Do periodic work, on the ledger thread."""
         if self.desk is not None:
-            self.desk.tick()
+            self.desk.loans.expire()
         if self._digests is not None:
             self._digests.tick()

@@ -18,8 +18,7 @@ from cachesvc.policy.eviction import eviction_policy
 from cachesvc.service.admin.storage_answers import StorageAnswers
 from cachesvc.service.calls.telemetry import StorageFlows, read_storage
 from cachesvc.service.loop.node import Node
-from cachesvc.storage.file.engine import FileStorage
-from cachesvc.storage.file.keeper import file_options
+from cachesvc.storage.file.engine import FileStorage, file_options
 from cachesvc.storage.mooncake.engine import MooncakeStorage
 from cachesvc.storage.mooncake.native import mooncake_options
 from cachesvc.storage.objects import ObjectStore
@@ -162,7 +161,7 @@ class Storages:
         if tiers is None or node is None or not seconds:
             return
         for tier in tiers.stores:
-            tier.budget.lift()
+            tier.lift_rate()
         began = told = time.monotonic()
         capacity_bytes = tiers.stores[0].backend.totals().capacity_bytes if tiers.stores else 0
         left = blocks = node.run(begin_flush, node.core, capacity_bytes)

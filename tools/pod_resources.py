@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cachesvc.config import Config, load_config
-from cachesvc.storage.file.keeper import file_options
+from cachesvc.storage.file.engine import file_options
 from cachesvc.storages import check_storage
 
 KUBERNETES = Path(__file__).resolve().parent.parent / "deploy/k8s"

@@ -25,8 +25,7 @@ import numpy as np
 from benchmarks.support.machine import describe_machine
 from benchmarks.support.recording import write_result
 from cachesvc.memory.extents import yield_to_callers
-from cachesvc.storage.file.engine import FileStorage
-from cachesvc.storage.file.keeper import FileOptions
+from cachesvc.storage.file.engine import FileOptions, FileStorage
 from cachesvc.storage.objects import ObjectStore, Verb
 from cachesvc.storage.seam import ObjectName, Outcome, Part, Scope
 

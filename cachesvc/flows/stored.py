@@ -184,7 +184,9 @@ def forget(core: Core, model_id: int, keys: Iterable[bytes]) -> None:
 
 def forget_all(core: Core, model: Model) -> None:
     """Storage has let go of all that it had of a model, as ``forget``. What is written meanwhile may be forgotten too,
-    and is written once more."""
+    and is written once more. Uses of before do not count: they would have blocks written again that an operator has
+    removed a moment ago."""
+    model.stored.used.clear()
     core.begin(model.id, partial(next_slice, _forgetting(model, _oldest(model.stored.written))))
 
 

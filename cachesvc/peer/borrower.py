@@ -6,10 +6,9 @@ ended is never written to again, and no item is late for longer than its deadlin
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -19,7 +18,6 @@ from cachesvc.model.numbers import BACKGROUND, Party
 from cachesvc.model.words import KEY_BYTES
 from cachesvc.peer.fleet import (
     Answered,
-    Borrowed,
     Done,
     Guests,
     HandshakeFailed,
@@ -33,8 +31,7 @@ from cachesvc.peer.fleet import (
     PeerRefused,
     words_of,
 )
-from cachesvc.peer.lender import HeldLoan, HeldLoans, Wanted
-from cachesvc.peer.reading import LoanStream, Readers, ReadJob
+from cachesvc.peer.reading import STREAMS, LoanStream, Readers, ReadJob
 from cachesvc.storage.seam import (
     Caps,
     Check,
@@ -96,76 +93,130 @@ def candidates(peers: Sequence[Peer], keys: Sequence[bytes]) -> list[Peer]:
     return [*chosen, *others] if len(peers) <= FEW_PEERS else chosen[:MOST_ASKED]
 
 
-class BorrowQuestion:
-    """One question for ``parts`` of chained ``keys``. ``note``: gets each answer, and when it was asked for, from any
-    thread."""
+STREAM_BYTES = 4 << 20
+"""Least bytes of a stream: opening one for fewer costs more than it saves."""
+UNUSED_SECONDS = 10.0
+"""Time after which unread loans are given back, seconds."""
 
-    def __init__(
-        self,
-        loans: HeldLoans,
-        note: Callable[[Peer, float, Borrowed | CacheError], None],
-        scope: Scope,
-        keys: Sequence[bytes],
-        parts: Sequence[Part],
-    ) -> None:
-        self._loans = loans
-        self._note = note
-        self._scope = scope
-        self._keys = keys
-        self._parts = parts
-        self._answers: queue.SimpleQueue[tuple[Peer, Borrowed | CacheError]] = queue.SimpleQueue()
-        self._is_over = False
+
+Wanted = list[tuple[int, Item]]
+"""Items of one call, with their indexes, that one stream of a peer brings."""
+
+
+def _by_stream(loan: Loan, items: Wanted) -> list[Wanted]:
+    """Deal the items to as many streams as are worth it, in turn: what comes first is wanted first."""
+    size_bytes = sum(item.payload_bytes for _, item in items)
+    streams = max(1, min(loan.streams, STREAMS, len(items), size_bytes // STREAM_BYTES))
+    loan.readers = loan.waiting = streams
+    return [items[at::streams] for at in range(streams)]
+
+
+class HeldLoans:
+    """Loans that are not read yet, and those that wait for streams. Any thread. ``clock``: monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._by_name: dict[ObjectName, Loan] = {}
+        self._unread: list[Loan] = []
+        self._read: set[Loan] = set()
         self._lock = threading.Lock()
 
-    def ask(self, peers: Sequence[Peer]) -> dict[ObjectName, int]:
-        """Hold what the first peer lends that has any; return it."""
-        left, under_way = list(peers), 0
-        try:
-            while left or under_way:
-                if left:
-                    self._send(left.pop(0))
-                    under_way += 1
-                try:
-                    peer, answer = self._answers.get(timeout=HEDGE_SECONDS if left else 2 * ASK_SECONDS)
-                except queue.Empty:
-                    if not left:
-                        break
-                    continue
-                under_way -= 1
-                if isinstance(answer, CacheError):
-                    continue
-                if answer.loan is not None:
-                    return self._loans.hold(peer, answer.loan, self._scope, self._keys, self._parts)
-                peer.had_nothing(self._keys[0])
-            return {}
-        finally:
-            self._end()
+    def find(self, name: ObjectName) -> Loan | None:
+        return self._by_name.get(name)
 
-    def _send(self, peer: Peer) -> None:
-        told = partial(self._told, peer, self._loans.now())
-        try:
-            peer.control.borrow_later(self._scope, b"".join(self._keys), self._parts, 0.0, ASK_SECONDS, told)
-        except CacheError as error:
-            told(error)
-
-    def _told(self, peer: Peer, began: float, answer: Borrowed | CacheError) -> None:
-        self._note(peer, began, answer)
+    def hold(
+        self, loan: Loan, scope: Scope, keys: Sequence[bytes], parts: Sequence[Part], *, is_expected: bool = False
+    ) -> dict[ObjectName, int]:
+        """Hold a loan of ``parts`` of each of ``keys``; return what it lends, with the numbers on its stream.
+        One that lends none of them is given back."""
+        names = (ObjectName(scope, key, part) for key in keys for part in parts)
+        lent = {name: at for at, (name, is_there) in enumerate(zip(names, loan.lent, strict=False)) if is_there}
+        loan.numbers, loan.since, loan.is_expected = lent, self._clock(), is_expected
         with self._lock:
-            if not self._is_over:
-                self._answers.put((peer, answer))
-                return
-        self._give_back(peer, answer)
+            if not lent:
+                self._unread.append(loan)
+            before = {each for each in map(self._by_name.get, lent) if each is not None}
+            self._by_name.update(dict.fromkeys(lent, loan))
+            self._unread += [each for each in before if all(self._by_name.get(at) is not each for at in each.numbers)]
+        return lent
 
-    def _end(self) -> None:
-        """End the question: later loans are given back."""
+    def take(self, items: Sequence[Item]) -> tuple[list[tuple[Loan, Wanted]], list[int]]:
+        """Take the loans of items, which are read now, each with the items of one stream; and the indexes of those that
+        nothing lends."""
+        missing = dict(enumerate(items))
+        shares: list[tuple[Loan, Wanted]] = []
         with self._lock:
-            self._is_over = True
-        while not self._answers.empty():
-            self._give_back(*self._answers.get())
+            while (loan := self._best_for([item.name for item in missing.values()])) is not None:
+                mine = [(index, item) for index, item in missing.items() if item.name in loan.numbers]
+                for index, _ in mine:
+                    del missing[index]
+                self._drop(loan)  # a loan is read once
+                self._read.add(loan)
+                shares += [(loan, some) for some in _by_stream(loan, mine)]
+        return shares, list(missing)
 
-    def _give_back(self, peer: Peer, answer: Borrowed | CacheError) -> None:
-        if not isinstance(answer, CacheError) and answer.loan is not None:
-            self._loans.leave_unread(HeldLoan(peer, answer.loan, {}, 0.0))
+    def begun(self, loan: Loan) -> None:
+        """Note that a stream of a loan begins, or never will."""
+        with self._lock:
+            loan.waiting -= 1
+
+    def ended(self, loan: Loan) -> bool:
+        """Note the end of a stream of a loan; True for the last one."""
+        with self._lock:
+            loan.readers -= 1
+            if not loan.readers:
+                self._read.remove(loan)
+            return not loan.readers
+
+    def drop(self, names: Sequence[ObjectName]) -> None:
+        """Read no more of the loans that were asked for ahead and have some of these objects; what is left of them
+        fails, and those that nothing reads are given back."""
+        with self._lock:
+            for loan in {*self._by_name.values(), *self._read}:
+                if not loan.is_expected or loan.is_unwanted or loan.numbers.keys().isdisjoint(names):
+                    continue
+                loan.is_unwanted = True
+                if loan not in self._read:
+                    self._drop(loan)
+                    self._unread.append(loan)
+
+    def failed(self, loan: Loan) -> bool:
+        """Note the failure of a stream of a loan; True for the first one: all have the same lender."""
+        with self._lock:
+            is_first, loan.has_failed = not loan.has_failed, True
+            return is_first
+
+    def leave_unread(self, loan: Loan) -> None:
+        """Note a loan that is not read after all: the next heartbeat gives it back."""
+        with self._lock:
+            self._unread.append(loan)
+
+    def take_unread(self) -> list[Loan]:
+        """Loans to give back: those that nothing reads, and those that were not read in time."""
+        late = self._clock() - UNUSED_SECONDS
+        with self._lock:
+            unread, self._unread = self._unread, []
+            for loan in set(self._by_name.values()):
+                if loan.since < late:
+                    self._drop(loan)
+                    unread.append(loan)
+        return unread
+
+    def waiting(self) -> list[Loan]:
+        """Loans whose bytes are still to be asked for, the newest last: nothing but a heartbeat keeps them."""
+        with self._lock:
+            waiting = {*self._by_name.values(), *(loan for loan in self._read if loan.waiting)}
+        return sorted(waiting, key=lambda each: each.since)
+
+    def _drop(self, loan: Loan) -> None:
+        for name in loan.numbers:
+            if self._by_name.get(name) is loan:
+                del self._by_name[name]
+
+    def _best_for(self, names: Sequence[ObjectName]) -> Loan | None:
+        """The loan that has most of the objects: another call may have borrowed some of them since, for itself."""
+        loans = dict.fromkeys(loan for loan in map(self._by_name.get, names) if loan is not None)
+        return max(loans, key=lambda loan: sum(name in loan.numbers for name in names), default=None)
 
 
 BEAT_SECONDS = 5.0
@@ -197,8 +248,6 @@ class PeerStorage(StorageBackend):
         self.peers: Sequence[Peer] = [Peer(control, clock) for control in controls]
         self._listed = tuple(self.peers)
         self._names = names
-        self.counts: Counter[str] = Counter()
-        self.read_bytes = 0
         self._clock = clock
         self._guests = guests
         self._loans = HeldLoans(clock)
@@ -206,8 +255,7 @@ class PeerStorage(StorageBackend):
         self._own = own
         self.own_epoch = 0
         self._readers = Readers(clock)
-        self._counting = threading.Lock()
-        self._ended = threading.Condition()
+        self._changed = threading.Condition()
         self._under_way = 0
         self._telling = threading.local()
         self._keeper = threading.Thread(target=self._keep, name="peer-beat", daemon=True)
@@ -216,51 +264,45 @@ class PeerStorage(StorageBackend):
     def start(self) -> None:
         """Begin. Peers that are not there are asked later."""
         self._readers.start()
-        self._leave_out_self()
-        self.probe()
+        self._ask_of(self.peers)
         self._keeper.start()
         if self._names is not None:
-            self._names.told = self._found
+            self._names.found = lambda named: self._ask_of((*self._listed, *named))
             self._names.start()
-        self._news.look()
 
-    def _found(self, named: Sequence[Peer]) -> None:
-        """Ask these peers too, instead of those that names stood for before."""
-        listed = {peer.control.address for peer in self._listed}
-        self.peers = (*self._listed, *(peer for peer in named if peer.control.address not in listed))
-        self._leave_out_self()
+    def _ask_of(self, peers: Sequence[Peer]) -> None:
+        """Ask these peers from now on, each address once, and this daemon itself never."""
+        own, found = set(self._own()), dict[str, Peer]()
+        for peer in peers:
+            peer.is_self |= peer.control.address in own
+            found.setdefault(peer.control.address, peer)
+        self.peers = tuple(found.values())
         self.probe()
         self._news.look()
-
-    def _leave_out_self(self) -> None:
-        own = set(self._own())
-        for peer in self.peers:
-            peer.is_self |= peer.control.address in own
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
         """Return None, since peers must be asked, unless none can be, or all were a moment ago."""
         first = keys[:KEY_BYTES]
-        held = self._loans.find(ObjectName(scope, first, parts[0])) if first and parts else None
-        if held is not None and held.is_expected:
-            return None
-        return None if first and may_have(self.peers, first) else 0
+        if not first:
+            return 0
+        held = self._loans.find(ObjectName(scope, first, parts[0])) if parts else None
+        return None if (held is not None and held.is_expected) or may_have(self.peers, first) else 0
 
     def exists(self, names: Sequence[ObjectName], deadline: float, found: Found) -> None:
         """Borrow them of the peer that has most of them."""
         asked = list(names)
-        nothing = [False] * len(asked)
         if (held := self._loans.find(asked[0])) is not None and held.is_expected:
             found([name in held.numbers for name in asked])
             return
 
         def ask() -> None:
-            there = nothing
+            lent: dict[ObjectName, int] = {}
             try:
-                there = self._borrow(asked)
+                lent = self._borrow(asked)
             finally:
-                found(there)
+                found([name in lent for name in asked])
 
-        self._readers.add(ReadJob(None, None, ask, partial(found, nothing), deadline))
+        self._readers.add(ReadJob(None, None, ask, partial(found, [False] * len(asked)), deadline))
 
     def expect(
         self,
@@ -281,21 +323,14 @@ class PeerStorage(StorageBackend):
             paused.seconds = left
             answered(paused)
             return
-
         one_by_one = [key_at(keys, at) for at in range(len(keys) // KEY_BYTES)]
 
-        began = self._clock()
-
-        def done(answer: Borrowed | CacheError) -> None:
-            self._note_answer(peer, began, answer)
-            if not isinstance(answer, CacheError) and answer.loan is not None:
-                self._loans.hold(peer, answer.loan, scope, one_by_one, parts, is_expected=True)
+        def done(answer: Loan | CacheError) -> None:
+            if isinstance(answer, Loan) and answer.lease:
+                self._loans.hold(answer, scope, one_by_one, parts, is_expected=True)
             answered(answer)
 
-        try:
-            peer.control.borrow_later(scope, keys, parts, patience, patience + ASK_SECONDS, done)
-        except CacheError as error:
-            done(error)
+        self._ask(peer, scope, keys, parts, patience, done)
 
     def drop(self, names: Sequence[ObjectName]) -> None:
         """Read no more of the loans that were asked for ahead and have these objects; what is left of them fails."""
@@ -312,12 +347,12 @@ class PeerStorage(StorageBackend):
 
     def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
         """Read borrowed objects. All others are a MISS."""
-        wanted, missing = self._loans.take(items)
+        shares, missing = self._loans.take(items)
         for index in missing:
             each(index, Outcome.MISS)
-        for one in wanted:
-            job = ReadJob(one.held.peer, one.held, lambda: None, partial(self._refuse, one, each), deadline)
-            job.run = partial(self._read, one, job, each)
+        for loan, some in shares:
+            job = ReadJob(loan.peer, loan, lambda: None, partial(self._refuse, loan, some, each), deadline)
+            job.run = partial(self._read, loan, some, job, each)
             self._readers.add(job)
 
     def put(self, items: Sequence[Item], deadline: float, each: Each) -> None:  # noqa: ARG002 - the seam's
@@ -328,14 +363,13 @@ class PeerStorage(StorageBackend):
     def remove(self, names: Sequence[ObjectName]) -> None:
         """Note that an object of a loan that this thread reads was not what its name says: its peer is not asked for a
         while."""
-        held: HeldLoan | None = getattr(self._telling, "held", None)
-        if held is None or not names:
+        loan: Loan | None = getattr(self._telling, "loan", None)
+        if loan is None or not names:
             return
-        peer = held.peer
-        peer.counts["wrong"] += 1
-        if self._loans.failed(held):
-            peer.did_not_send("an object was not what its name says", held.since)
-            events.warning("peer_object_wrong", peer=peer.control.address)
+        loan.peer.counts["wrong"] += 1
+        if self._loans.failed(loan):
+            loan.peer.did_not_send("an object was not what its name says", loan.since)
+            events.warning("peer_object_wrong", peer=loan.peer.control.address)
 
     def doubt(self, names: Sequence[ObjectName], check: Check) -> None:  # noqa: ARG002 - the seam's
         """Note it as ``remove`` does: a peer's object is its own."""
@@ -367,9 +401,6 @@ class PeerStorage(StorageBackend):
             ),
         ]
 
-    def holds(self, name: ObjectName) -> bool:
-        return self._loans.find(name) is not None
-
     def close(self) -> None:
         """Give back what is borrowed, as far as peers answer in time. Idempotent."""
         until = time.monotonic() + CLOSE_SECONDS
@@ -388,96 +419,140 @@ class PeerStorage(StorageBackend):
 
     # -- on threads ----------------------------------------------------------------------------------------------
 
-    def _borrow(self, names: list[ObjectName]) -> list[bool]:
-        """Borrow names of one scope; return the leading ones that a peer lends from now on."""
+    def _borrow(self, names: list[ObjectName]) -> dict[ObjectName, int]:
+        """Borrow names of one scope of the first peer that lends any; return what it lends. The next peer is asked too
+        where one is slow; what is lent after the first answer is given back."""
         scope = names[0].scope
         keys = list(dict.fromkeys(name.key for name in names))
         parts = list(dict.fromkeys(name.part for name in names))
-        chosen = candidates(self.peers, keys)
-        lent = BorrowQuestion(self._loans, self._note_answer, scope, keys, parts).ask(chosen)
-        return [name in lent for name in names]
+        answers: deque[tuple[Peer, Loan | CacheError]] = deque()
+        left, under_way, is_over = candidates(self.peers, keys), 0, False
+        changed = threading.Condition()
 
-    def _note_answer(self, peer: Peer, began: float, answer: Borrowed | CacheError) -> None:
-        if isinstance(answer, CacheError):
-            self._note_refusal(peer, began, answer)
-            return
-        peer.is_self |= bool(answer.epoch) and answer.epoch == self.own_epoch
-        peer.answered(answer.epoch)
-        peer.counts["lent"] += answer.loan is not None
+        def told(peer: Peer, answer: Loan | CacheError) -> None:
+            with changed:
+                answers.append((peer, answer))
+                changed.notify()
+                is_late = is_over
+            if is_late:
+                give_back()
 
-    def _refuse(self, wanted: Wanted, each: Each) -> None:
+        def give_back() -> None:
+            with changed:
+                late = list(answers)
+                answers.clear()
+            for _, answer in late:
+                if isinstance(answer, Loan) and answer.lease:
+                    self._loans.leave_unread(answer)
+
+        try:
+            while left or under_way:
+                if left:
+                    peer = left.pop(0)
+                    under_way += 1
+                    self._ask(peer, scope, b"".join(keys), parts, 0.0, partial(told, peer))
+                with changed:
+                    if not changed.wait_for(lambda: answers, HEDGE_SECONDS if left else 2 * ASK_SECONDS):
+                        if not left:
+                            break
+                        continue
+                    peer, answer = answers.popleft()
+                under_way -= 1
+                if isinstance(answer, CacheError):
+                    continue
+                if answer.lease:
+                    return self._loans.hold(answer, scope, keys, parts)
+                peer.had_nothing(keys[0])
+            return {}
+        finally:
+            with changed:
+                is_over = True
+            give_back()
+
+    def _ask(
+        self, peer: Peer, scope: Scope, keys: bytes, parts: Sequence[Part], patience: float, answered: Answered
+    ) -> None:
+        """Have a peer lend, and note how it answers. ``answered`` is called once, from any thread."""
+        began = self._clock()
+
+        def done(answer: Loan | CacheError) -> None:
+            if isinstance(answer, CacheError):
+                self._note_refusal(peer, began, answer)
+            else:
+                answer.peer = peer
+                peer.is_self |= bool(answer.epoch) and answer.epoch == self.own_epoch
+                peer.answered(answer.epoch)
+            answered(answer)
+
+        try:
+            peer.control.borrow_later(scope, keys, parts, patience, patience + ASK_SECONDS, done)
+        except CacheError as error:
+            done(error)
+
+    def _refuse(self, loan: Loan, items: Wanted, each: Each) -> None:
         """Refuse from any thread, without waiting for a peer: the next heartbeat gives the loan back."""
-        self._loans.begun(wanted.held)
-        for index, _ in wanted.items:
+        self._loans.begun(loan)
+        for index, _ in items:
             each(index, Outcome.BUSY)
-        if self._loans.ended(wanted.held):
-            self._loans.leave_unread(wanted.held)
+        if self._loans.ended(loan):
+            self._loans.leave_unread(loan)
 
-    def _read(self, wanted: Wanted, job: ReadJob, each: Each) -> None:
+    def _read(self, loan: Loan, items: Wanted, job: ReadJob, each: Each) -> None:
         """Read items of a loan, over one stream. Each of them ends, and is not written to any more then."""
-        held = wanted.held
-        self._loans.begun(held)
-        left = deque((index, item, held.numbers[item.name]) for index, item in wanted.items)
+        self._loans.begun(loan)
+        left = deque((index, item, loan.numbers[item.name]) for index, item in items)
 
-        def came(indexes: Sequence[int], size_bytes: int) -> None:
+        def came(indexes: Sequence[int]) -> None:
             job.heard_at = self._clock()
-            with self._counting:
-                self.counts["read"] += len(indexes)
-                self.read_bytes += size_bytes
             for index in indexes:
                 each(index, Outcome.LENT)
 
-        self._telling.held = held
+        self._telling.loan = loan
         try:
-            LoanStream(held.loan, left, job.deadline, came, lambda: not held.is_unwanted).read()
+            LoanStream(loan, left, job.deadline, came, lambda: not loan.is_unwanted).read()
         except OSError as error:
-            if self._loans.failed(held):
-                reason = f"{held.peer.control.address}: {str(error) or type(error).__name__}"
-                self._note_failure(held.peer, reason, held.peer.did_not_send(reason, held.since))
+            if self._loans.failed(loan):
+                reason = f"{loan.peer.control.address}: {str(error) or type(error).__name__}"
+                if loan.peer.did_not_send(reason, loan.since):
+                    events.event("peer_failed", peer=loan.peer.control.address, reason=reason)
         finally:
-            self._telling.held = None
+            self._telling.loan = None
             for index, _, _ in left:
                 each(index, Outcome.FAILED)
-        if self._loans.ended(held):
-            if not held.has_failed:
-                held.peer.sent()
-            self._give_back(held)
+        if self._loans.ended(loan):
+            if not loan.has_failed:
+                loan.peer.sent()
+            self._give_back(loan)
 
     def _note_refusal(self, peer: Peer, began: float, error: CacheError) -> None:
         """Note that a call to a peer was refused, or had no answer."""
         if isinstance(error, PeerRefused):
-            peer.counts["refused"] += 1
             peer.answered()
             return
         if isinstance(error, HandshakeFailed) and peer.distrusts(str(error)):
             events.warning("peer_distrusted", peer=peer.control.address, reason=str(error))
-        self._note_failure(
-            peer, str(error), peer.did_not_answer(str(error), began, is_absent=isinstance(error, PeerAbsent))
-        )
+        if peer.did_not_answer(str(error), began, is_absent=isinstance(error, PeerAbsent)):
+            events.event("peer_failed", peer=peer.control.address, reason=str(error))
 
-    def _note_failure(self, peer: Peer, reason: str, counts: bool) -> None:
-        if counts:
-            events.event("peer_failed", peer=peer.control.address, reason=reason)
-
-    def _give_back(self, held: HeldLoan, seconds: float = ASK_SECONDS) -> None:
+    def _give_back(self, loan: Loan) -> None:
         """Give back a loan, without waiting. Of a peer that does not answer, it lapses."""
-        if held.peer.answers:
-            self._call(held.peer, partial(held.peer.control.give_back_later, held.loan, seconds))
+        if loan.peer.answers:
+            self._call(loan.peer, partial(loan.peer.control.give_back_later, loan, ASK_SECONDS))
 
     def _call(self, peer: Peer, call: Callable[[Done], None]) -> None:
         """Begin a call that nothing waits for, and note how the peer answers."""
         began = self._clock()
 
         def done(error: CacheError | None) -> None:
-            with self._ended:
+            with self._changed:
                 self._under_way -= 1
-                self._ended.notify_all()
+                self._changed.notify_all()
             if error is None:
                 peer.answered()
             else:
                 self._note_refusal(peer, began, error)
 
-        with self._ended:
+        with self._changed:
             self._under_way += 1
         try:
             call(done)
@@ -502,19 +577,19 @@ class PeerStorage(StorageBackend):
                     self.beat()
             except Exception:  # noqa: BLE001 - the root of a thread: the next beat may be better
                 events.failure("peer_beat_broke")
-        for held in (*self._loans.take_unread(), *self._loans.waiting()):
-            self._give_back(held)
-        with self._ended:
-            self._ended.wait_for(lambda: not self._under_way, CLOSE_SECONDS)
+        for loan in (*self._loans.take_unread(), *self._loans.waiting()):
+            self._give_back(loan)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._under_way, CLOSE_SECONDS)
 
     def beat(self) -> None:
         """Send heartbeats for loans that no stream keeps yet, and give back abandoned ones."""
-        for held in self._loans.take_unread():
-            self._give_back(held)
-        wanted: dict[int, tuple[Peer, list[Loan]]] = {}
-        for held in sorted(self._loans.waiting(), key=lambda each: each.since):
-            wanted.setdefault(id(held.peer), (held.peer, []))[1].append(held.loan)
-        for peer, loans in wanted.values():
+        for loan in self._loans.take_unread():
+            self._give_back(loan)
+        wanted: dict[Peer, list[Loan]] = {}
+        for loan in self._loans.waiting():
+            wanted.setdefault(loan.peer, []).append(loan)
+        for peer, loans in wanted.items():
             self._call(peer, partial(peer.control.beat_later, loans, ASK_SECONDS))
 
     def probe(self) -> None:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -17,7 +17,8 @@ import numpy as np
 from cachesvc.model.errors import CacheError, InvalidRequest, PermissionDenied, Unavailable
 from cachesvc.model.numbers import BACKGROUND, Party
 from cachesvc.model.text import Address, parse_address
-from cachesvc.storage.seam import Part, Scope
+from cachesvc.storage.seam import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, BackOff, ObjectName, Part, Scope
+from cachesvc.storage.workers import nothing
 from cachesvc.telemetry import events
 
 
@@ -41,45 +42,48 @@ class PeerPaused(Unavailable):
     seconds = 0.0
 
 
-class Loan(NamedTuple):
-    """Loan of another daemon. ``lent``: for each key and part (parts of a key together) whether it is there. ``host``,
-    ``port``: where its bytes are. ``epoch``: of the daemon's life. ``seconds``: without a heartbeat. ``streams``: that
-    may read it."""
+@dataclass(eq=False, slots=True)
+class Loan:
+    """Answer of another daemon that was asked to lend, of the life ``epoch``. ``lease`` 0: it lends nothing.
+    ``lent``: for each key and part (parts of a key together) whether it is there. ``host``, ``port``: where its bytes
+    are. ``streams``: that may read it. ``computing``: blocks behind what is lent that an engine computes there;
+    ``is_given_up``: it had begun to compute the first, and its request has ended.
 
-    lease: int
-    epoch: int
-    secret: bytes
-    host: str
-    port: int
-    seconds: float
-    lent: tuple[bool, ...]
-    streams: int = 1
+    The borrower notes the rest, of the ``peer`` that lends. ``numbers``: on a stream, by name. ``is_expected``: it was
+    asked for ahead. ``readers``: streams that read it and have not ended. ``waiting``: those of them that have not
+    begun; without these it is renewed by what its streams bring. ``has_failed``: one of them has. ``is_unwanted``:
+    they bring no more."""
 
-
-class Borrowed(NamedTuple):
-    """Answer of another daemon, of the life ``epoch``. ``loan``: None where nothing is there; ``computing``: blocks
-    behind what is lent that an engine computes there; ``is_given_up``: it had begun to compute the first, and its
-    request has ended."""
-
-    loan: Loan | None = None
+    lease: int = 0
     epoch: int = 0
+    secret: bytes = b""
+    host: str = ""
+    port: int = 0
+    lent: tuple[bool, ...] = ()
+    streams: int = 1
     computing: int = 0
     is_given_up: bool = False
+    peer: Peer = field(init=False)
+    numbers: dict[ObjectName, int] = field(default_factory=dict)
+    since: float = 0.0
+    is_expected: bool = False
+    readers: int = 0
+    waiting: int = 0
+    has_failed: bool = False
+    is_unwanted: bool = False
 
 
-Answered = Callable[[Borrowed | CacheError], None]
+Answered = Callable[[Loan | CacheError], None]
 """Called once with the answer to a question, or with what it failed by, from any thread."""
 Done = Callable[[CacheError | None], None]
 """Called once when a call has ended, with what it failed by or None, from any thread."""
 
 
 class PeerControl(Protocol):
-    """One other daemon. Calls return at once and end by their deadlines; they raise a CacheError where nothing is
-    asked."""
+    """One other daemon, at ``address`` (HOST:PORT). Calls return at once and end by their deadlines; they raise a
+    CacheError where nothing is asked."""
 
-    @property
-    def address(self) -> str:
-        """Address of the peer, HOST:PORT."""
+    address: str
 
     def borrow_later(
         self, scope: Scope, keys: bytes, parts: Sequence[Part], patience: float, seconds: float, answered: Answered
@@ -119,7 +123,7 @@ def resolve_name(name: str, port: int) -> list[str]:
 
 class PeerNames:
     """``names``: to look up. ``make``: gives the control of an address and the name that it was found by. ``own``: this
-    node's own addresses. ``told``: gets the peers that there are, whenever these have changed. ``most``: peers beside
+    node's own addresses. ``found``: gets the peers that there are, whenever these have changed. ``most``: peers beside
     those with an address of their own."""
 
     def __init__(
@@ -138,10 +142,10 @@ class PeerNames:
         self._resolve = resolve
         self._most = most
         self._peers: dict[str, Peer] = {}
-        self._found: dict[Address, Sequence[str]] = {}
+        self._addresses: dict[Address, Sequence[str]] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="peer-names", daemon=True)
-        self.told: Callable[[Sequence[Peer]], None] | None = None
+        self.found: Callable[[Sequence[Peer]], None] = nothing
 
     def start(self) -> None:
         if self._names:
@@ -155,11 +159,11 @@ class PeerNames:
         """Look all names up once. A name that cannot be looked up stands for what it stood for."""
         for name in self._names:
             try:
-                self._found[name] = self._resolve(name.host, name.port)
+                self._addresses[name] = self._resolve(name.host, name.port)
             except OSError as error:
                 events.warning("peer_name_unknown", peers=f"{name.host}:{name.port}", reason=str(error))
         own = set(self._own())
-        wanted = {each: name.host for name, found in self._found.items() for each in found if each not in own}
+        wanted = {each: name.host for name, found in self._addresses.items() for each in found if each not in own}
         kept = dict(list(wanted.items())[: self._most])
         if kept.keys() == self._peers.keys():
             return
@@ -169,8 +173,7 @@ class PeerNames:
             for address, host in kept.items()
         }
         events.event("peers_changed", peers=len(self._peers), left_out=len(wanted) - len(kept))
-        if self.told is not None:
-            self.told(tuple(self._peers.values()))
+        self.found(tuple(self._peers.values()))
         for peer in gone:
             peer.control.close()
 
@@ -201,7 +204,7 @@ class NewsReader:
     def __init__(self, peers: Callable[[], Sequence[Peer]], clock: Callable[[], float] = time.monotonic) -> None:
         self._peers = peers
         self._clock = clock
-        self._asked: set[int] = set()
+        self._asked: set[Peer] = set()
         self._is_open = True
         self._lock = threading.Lock()
 
@@ -209,9 +212,9 @@ class NewsReader:
         """Ask peers of which no answer is under way. Called periodically."""
         for peer in self._peers():
             with self._lock:
-                is_due = self._is_open and id(peer) not in self._asked
+                is_due = self._is_open and peer not in self._asked
                 if is_due:
-                    self._asked.add(id(peer))
+                    self._asked.add(peer)
             if is_due:
                 self._ask(peer)
 
@@ -220,39 +223,32 @@ class NewsReader:
             self._is_open = False
 
     def _ask(self, peer: Peer) -> None:
-        digest, told = peer.digest, partial(self._told, peer, self._clock())
+        digest, asked_at = peer.digest, self._clock()
+
+        def told(news: DigestNews | CacheError) -> None:
+            goes_on = False
+            if isinstance(news, CacheError) or not any(each is peer for each in self._peers()):
+                peer.digest.forget()  # without its news, a peer may have anything
+            else:
+                peer.digest.learn(news)
+                peer.answered()
+                goes_on = self._is_open and self._clock() - asked_at >= QUICK_SECONDS
+            if goes_on:
+                self._ask(peer)
+                return
+            with self._lock:
+                self._asked.discard(peer)
+
         try:
             peer.control.news_later(digest.epoch, digest.version, PATIENCE_SECONDS, told)
-        except CacheError:
-            self._failed(peer)
-
-    def _told(self, peer: Peer, asked_at: float, news: DigestNews | CacheError) -> None:
-        if isinstance(news, CacheError) or not any(each is peer for each in self._peers()):
-            self._failed(peer)
-            return
-        peer.digest.learn(news)
-        peer.answered()
-        if self._is_open and self._clock() - asked_at >= QUICK_SECONDS:
-            self._ask(peer)
-        else:
-            self._done(peer)
-
-    def _failed(self, peer: Peer) -> None:
-        """Without its news, a peer may have anything."""
-        peer.digest.forget()
-        self._done(peer)
-
-    def _done(self, peer: Peer) -> None:
-        with self._lock:
-            self._asked.discard(id(peer))
+        except CacheError as error:
+            told(error)
 
 
 # Health of another daemon: what it answers, and what it sends, each with a pause of its own after a failure.
 #
 # A failure counts once: those of calls that began before the pause that it set was over have the same cause.
 
-FIRST_PAUSE_SECONDS = 0.25
-LONGEST_PAUSE_SECONDS = 30.0
 LONGEST_PROBE_PAUSE_SECONDS = 1.0
 """Longest pause between two probes of a peer that does not answer, seconds: a probe holds up no request."""
 WARN_SECONDS = 300.0
@@ -262,42 +258,8 @@ ABSENT_SECONDS = 1.0
 MOST_ABSENT = 4096
 
 
-class BackOff:
-    """Pause after failures of one kind of call, twice as long each time. Not thread-safe. ``pause``: the length of the
-    last one, seconds; 0 from a success on."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self.pause = 0.0
-        self._until = float("-inf")
-
-    @property
-    def left(self) -> float:
-        """Seconds until calls may begin; 0: they may begin now."""
-        return max(0.0, self._until - self._clock())
-
-    @property
-    def has_failed(self) -> bool:
-        """True from a failure on until a call succeeds."""
-        return self.pause > 0
-
-    def failed(self, began: float, longest: float = LONGEST_PAUSE_SECONDS) -> bool:
-        """Begin a pause of ``longest`` seconds at most after the failure of a call that began then. False, without
-        effect, for a call that began before the last pause was over."""
-        if began < self._until:
-            return False
-        self.pause = min(max(2 * self.pause, FIRST_PAUSE_SECONDS), longest)
-        self._until = self._clock() + self.pause
-        return True
-
-    def succeeded(self) -> None:
-        """End the pause. Calls that began before this one count neither for the peer nor against it."""
-        if self.pause:
-            self.pause, self._until = 0.0, self._clock()
-
-
 class Peer:
-    """One other daemon, as this one sees it. Any thread. ``counts``: answers and failures by kind.
+    """One other daemon, as this one sees it. Any thread. ``counts``: failures by kind.
     ``distrust``: why the two do not trust each other's certificates; empty once the peer has answered since.
     ``is_self``: it is this daemon. ``down_since``: when it stopped answering; None while it answers."""
 
@@ -312,8 +274,8 @@ class Peer:
         self.down_since: float | None = None
         self._warn_at = 0.0
         self._clock = clock
-        self._answers = BackOff(clock)
-        self._bytes = BackOff(clock)
+        self._answers = BackOff()
+        self._bytes = BackOff()
         self._probe_at = 0.0
         self._is_silent = False
         self._absent: OrderedDict[bytes, float] = OrderedDict()
@@ -322,7 +284,7 @@ class Peer:
     @property
     def pause_left(self) -> float:
         """Seconds for which the peer is not asked to lend; 0: it may be asked now."""
-        return max(self._answers.left, self._bytes.left)
+        return max(0.0, max(self._answers.until, self._bytes.until) - self._clock())
 
     @property
     def is_usable(self) -> bool:
@@ -337,7 +299,7 @@ class Peer:
     @property
     def answers(self) -> bool:
         """False from a call without an answer on until it answers again."""
-        return not self._answers.has_failed
+        return not self._answers.pause
 
     def lacks(self, key: bytes) -> bool:
         """True where a recent question found nothing that begins with this block."""
@@ -348,7 +310,7 @@ class Peer:
         """Note an answer in time. Another ``epoch`` (0: unknown) is another life, which may have what the last one
         lacked."""
         with self._lock:
-            self._answers.succeeded()
+            self._answers.succeeded(self._clock())
             self.distrust, self.down_since, self._is_silent = "", None, False
             if epoch not in (0, self.epoch):
                 self.epoch = epoch
@@ -357,12 +319,11 @@ class Peer:
     def sent(self) -> None:
         """Note that a stream has brought all that it was asked for, and all of it was right."""
         with self._lock:
-            self._bytes.succeeded()
+            self._bytes.succeeded(self._clock())
 
     def had_nothing(self, key: bytes) -> None:
         """Note that the peer lacks the blocks from this one on."""
         with self._lock:
-            self.counts["absent"] += 1
             self._absent[key] = self._clock() + ABSENT_SECONDS
             self._absent.move_to_end(key)
             while len(self._absent) > MOST_ABSENT:
@@ -379,8 +340,8 @@ class Peer:
             return is_due
 
     def did_not_answer(self, reason: str, began: float, *, is_absent: bool = False) -> bool:
-        """Note that a call that began then had no answer. True where it counts: see BackOff. ``is_absent``: it failed
-        at once, as to a daemon that is not started yet, which is asked again soon."""
+        """Note that a call that began then had no answer. True where it counts. ``is_absent``: it failed at once, as to
+        a daemon that is not started yet, which is asked again soon."""
         with self._lock:
             longest = LONGEST_PAUSE_SECONDS if self._is_silent or not is_absent else FIRST_PAUSE_SECONDS
             counts = self._note(self._answers, reason, began, longest)
@@ -390,14 +351,19 @@ class Peer:
             return counts
 
     def did_not_send(self, reason: str, began: float) -> bool:
-        """Note that a loan of then was not sent as it should be. True where it counts: see BackOff."""
+        """Note that a loan of then was not sent as it should be. True where it counts."""
         with self._lock:
             return self._note(self._bytes, reason, began, LONGEST_PAUSE_SECONDS)
 
     def _note(self, back_off: BackOff, reason: str, began: float, longest: float) -> bool:
+        """Under the lock: begin a pause. False, without effect, for a call that began before the last pause, or the
+        success that ended it, was over."""
         self.counts["failed"] += 1
         self.reason = reason
-        return back_off.failed(began, longest)
+        if began < back_off.until:
+            return False
+        back_off.failed(self._clock(), longest)
+        return True
 
     def wants_probe(self) -> bool:
         """True once it is time to try a silent peer, or one that was never tried; that is noted as done."""

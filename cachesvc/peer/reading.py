@@ -151,8 +151,8 @@ GROUP_BYTES = 8 << 20
 QUICK_SECONDS = 0.005
 """Time of a call after which the next one is for twice as many objects, seconds; after a longer one it is for one."""
 
-Came = Callable[[Sequence[int], int], None]
-"""``(indexes, bytes)``: objects that have come, and are not written to any more."""
+Came = Callable[[Sequence[int]], None]
+"""Called with the indexes of objects that have come, and are not written to any more."""
 
 
 Asked = tuple[int, Item, int]
@@ -340,7 +340,7 @@ class LoanStream:
     def _report(self, group: Sequence[Asked], answers: Sequence[bytes | bytearray], received: int) -> None:
         """Report the objects that are whole after ``received`` bytes. Raises StreamEnded for an answer that is wrong:
         what lies behind it is not what it was read as."""
-        indexes, size_bytes = list[int](), 0
+        indexes: list[int] = []
         try:
             for each, answer in zip(group, answers, strict=False):
                 received -= HEADER_BYTES + each[1].payload_bytes
@@ -350,11 +350,10 @@ class LoanStream:
                     self._check(answer, each)
                 received -= ANSWER.size
                 indexes.append(each[0])
-                size_bytes += each[1].payload_bytes
         finally:
             for _ in indexes:
                 self._left.popleft()
-            self._came(indexes, size_bytes)
+            self._came(indexes)
 
     def _check(self, answer: bytes | bytearray, asked: Asked) -> None:
         """Raises StreamEnded for another answer than that the object follows."""

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from cachesvc.model.words import KEY_BYTES
 from cachesvc.storage.seam import Kept, ObjectName, Part, Scope, StoreStatus
+from cachesvc.storage.workers import UnderWay
 
 MOST_KNOWN = 1 << 19
 """Objects that are remembered, some 220 bytes each. Others are asked for."""
@@ -44,8 +45,8 @@ class Fact(NamedTuple):
 
 
 class KnownObjects:
-    """The last ``most`` objects that were noted. ``absent_seconds``: for which a miss is remembered. ``clock``:
-    monotonic seconds. Any thread."""
+    """The last ``most`` objects that were noted. ``absent_seconds``: for which a miss is remembered. ``leaving``: those
+    that are being removed, or looked at again. ``clock``: monotonic seconds. Any thread."""
 
     def __init__(
         self, absent_seconds: float = 0.0, clock: Callable[[], float] = time.monotonic, most: int = MOST_KNOWN
@@ -59,6 +60,7 @@ class KnownObjects:
         self._scopes: list[Scope] = []
         self._labels: dict[Scope, str] = {}
         self._lock = threading.Lock()
+        self.leaving = UnderWay[ObjectName]()
         self._round = 0
         self.size_bytes = 0
         self.is_complete = False
@@ -109,6 +111,12 @@ class KnownObjects:
                 self._absent[packed] = self._clock() + self._absent_seconds
             if len(self._absent) > MOST_ABSENT:
                 self._absent.popitem(last=False)
+
+    def hide(self, names: Sequence[ObjectName]) -> None:
+        """Note that there are no such objects while they are ``leaving``."""
+        self.leaving.begin(names)
+        for name in names:
+            self.drop(name)
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
         """Number of leading keys whose parts are all known, or 0 where the first was absent a moment ago; None where

@@ -20,6 +20,7 @@ from cachesvc.model.errors import Unavailable
 from cachesvc.model.words import KEY_BYTES
 from cachesvc.storage.seam import (
     CAME,
+    Check,
     Checked,
     Each,
     Item,
@@ -50,20 +51,39 @@ class Verb(Enum):
 
 @dataclass(slots=True)
 class ObjectCounts:
-    """Since the start. ``items[verb, outcome]``; ``late_back``: those LATE that have come back. ``size_bytes`` of what
-    came, and ``busy_seconds`` while anything was under way, by verb: their ratio is the bandwidth that was seen.
-    ``lately``: seconds that the last items took that ended well."""
+    """Since the start. ``size_bytes`` of what came; ``lately``: seconds that the last items took that ended well."""
 
     items: Counter[tuple[Verb, Outcome]] = field(default_factory=Counter)
-    late_back: int = 0
     size_bytes: Counter[Verb] = field(default_factory=Counter)
-    busy_seconds: dict[Verb, float] = field(default_factory=lambda: dict.fromkeys(Verb, 0.0))
     lately: dict[Verb, deque[float]] = field(default_factory=lambda: {verb: deque(maxlen=LAST_ITEMS) for verb in Verb})
 
     def latency(self, verb: Verb, share: float) -> float:
         """Seconds within which ``share`` of the last items have ended well; 0 before any has."""
         seconds = sorted(self.lately[verb].copy())
         return seconds[min(len(seconds) - 1, int(share * len(seconds)))] if seconds else 0.0
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Calls of a verb under way, the bytes that have come ``since`` there were any, and the bytes and seconds of the
+    times before, the older ones with less weight: their ratio is the bandwidth that was seen."""
+
+    calls: int = 0
+    since: float = 0.0
+    moved: int = 0
+    recent_bytes: float = 0.0
+    recent_seconds: float = 0.0
+
+    def begin(self, now: float) -> None:
+        if not self.calls:
+            self.since, self.moved = now, 0
+        self.calls += 1
+
+    def end(self, now: float) -> None:
+        self.calls -= 1
+        if not self.calls and self.moved:
+            self.recent_bytes = (self.recent_bytes + self.moved) * FADING
+            self.recent_seconds = (self.recent_seconds + now - self.since) * FADING
 
 
 @dataclass(eq=False, slots=True)
@@ -88,17 +108,16 @@ class ObjectStore:
         self.counts = ObjectCounts()
         self.heads = Heads(backend.caps.head_bytes)
         self._clock = clock
-        self._digest: Digest | None = None
+        self._digest: Digest
+        self._check: Check
         self._lock = threading.Lock()
         self._calls: dict[Call, None] = {}
-        self._busy_since = dict.fromkeys(Verb, 0.0)
-        self._moved_before = dict.fromkeys(Verb, 0)
-        self._recent = dict.fromkeys(Verb, (0.0, 0.0))
-        self._under_way = dict.fromkeys(Verb, 0)
+        self._traffic = {verb: Traffic() for verb in Verb}
 
     def start(self) -> None:
         """Begin. Raises a CacheError that says what is missing."""
         self._digest = require_digest()
+        self._check = partial(check_content, self._digest, self.heads.slot_bytes)
         self.backend.start()
 
     def prepare(
@@ -113,20 +132,22 @@ class ObjectStore:
     ) -> Callable[[], None]:
         """Prepare a ``get`` or ``put``; the returned callable begins it, and is called once. Where this raises, no item
         is reported; once it has returned, all are: items that the engine gets and does not answer are LATE."""
-        assert self._digest is not None, "it was started"
         above = [b""] * len(names) if parents is None else parents
         items = [Item(*each_of) for each_of in zip(names, self.heads.take(len(names)), pages, above, strict=True)]
         if verb is Verb.PUT:
             for item in items:
                 write_header(self._digest, item)
-        call = self._begin(verb, items, deadline, each, back)
+        call = Call(verb, list(items), self._clock(), deadline, each, back, len(items))
+        if items:
+            with self._lock:
+                self._calls[call] = None
+                self._traffic[verb].begin(call.began)
         begin = self.backend.get if verb is Verb.GET else self.backend.put
         return partial(begin, items, deadline, partial(self._ended, call))
 
     def check_all(self, step: Step = no_step) -> Checked:
         """Read and verify every object that is known, as the engine's ``check_all``."""
-        assert self._digest is not None, "it was started"
-        return self.backend.check_all(partial(check_content, self._digest, self.heads.slot_bytes), step)
+        return self.backend.check_all(self._check, step)
 
     def expire(self) -> int:
         """End the waits whose deadlines have passed; how many items are late in all now."""
@@ -139,8 +160,8 @@ class ObjectStore:
 
     def bandwidth(self, verb: Verb) -> float:
         """Bytes a second that were seen lately while something was under way; 0 before anything was."""
-        moved, seconds = self._recent[verb]
-        return moved / seconds if seconds > 0 else 0.0
+        seen = self._traffic[verb]
+        return seen.recent_bytes / seen.recent_seconds if seen.recent_seconds > 0 else 0.0
 
     def out(self) -> int:
         with self._lock:
@@ -154,16 +175,20 @@ class ObjectStore:
         if outcome is Outcome.LATE:  # it has given the item up, and answers later whether its memory is free
             self._end_waits(call, (index,))
             return
-        if outcome in CAME and call.verb is Verb.GET and (verdict := self._checked(item)) is not Outcome.OK:
-            outcome = verdict
-        elif outcome is Outcome.WRONG:
-            self._doubt(item)
+        is_doubtful = outcome is Outcome.WRONG
+        if outcome in CAME and call.verb is Verb.GET:
+            verdict = check(self._digest, item, item.parent)
+            # What lies below another block than its reader says stays: the reader may be the one who is wrong.
+            is_doubtful = verdict in (Outcome.WRONG, Outcome.MISS)
+            outcome = outcome if verdict is Outcome.OK else verdict
+        if is_doubtful:  # the engine looks at it again, or removes it
+            self.backend.doubt([item.name], self._check)
         with self._lock:
             if call.items[index] is None:
                 return
             call.items[index] = None
             was_late = index in call.late
-            self._came_back(call, item, outcome, was_late=was_late)
+            self._count(call, item, outcome, was_late=was_late)
         self.heads.give_back(item.head)
         if was_late:
             call.back(index)
@@ -179,54 +204,19 @@ class ObjectStore:
         for index in late:
             call.each(index, Outcome.LATE)
 
-    def _checked(self, item: Item) -> Outcome:
-        """Is it what its name says? What is not is the engine's to look at again, or to remove. What lies below another
-        block than its reader says stays: the reader may be the one who is wrong."""
-        assert self._digest is not None, "it was started"
-        outcome = check(self._digest, item, item.parent)
-        if outcome in (Outcome.WRONG, Outcome.MISS):
-            self._doubt(item)
-        return outcome
-
-    def _doubt(self, item: Item) -> None:
-        """Have the engine look at an object again."""
-        assert self._digest is not None, "it was started"
-        self.backend.doubt([item.name], partial(check_content, self._digest, self.heads.slot_bytes))
-
-    def _came_back(self, call: Call, item: Item, outcome: Outcome, *, was_late: bool) -> None:
+    def _count(self, call: Call, item: Item, outcome: Outcome, *, was_late: bool) -> None:
         """Under the lock: an item's memory is the caller's again."""
+        counts, verb, now = self.counts, call.verb, self._clock()
         call.out -= 1
-        self.counts.late_back += was_late
         if not was_late:
-            self.counts.items[call.verb, outcome] += 1
+            counts.items[verb, outcome] += 1
         if outcome in CAME:
-            self.counts.size_bytes[call.verb] += item.payload_bytes
-            self.counts.lately[call.verb].append(self._clock() - call.began)
+            counts.size_bytes[verb] += item.payload_bytes
+            counts.lately[verb].append(now - call.began)
+            self._traffic[verb].moved += item.payload_bytes
         if not call.out:
             del self._calls[call]
-            self._note_end(call.verb)
-
-    def _begin(self, verb: Verb, items: list[Item], deadline: float, each: Each, back: Back) -> Call:
-        call = Call(verb, list(items), self._clock(), deadline, each, back, len(items))
-        if items:
-            with self._lock:
-                self._calls[call] = None
-                if not self._under_way[verb]:
-                    self._busy_since[verb] = self._clock()
-                self._under_way[verb] += 1
-        return call
-
-    def _note_end(self, verb: Verb) -> None:
-        self._under_way[verb] -= 1
-        if not self._under_way[verb]:
-            seconds = self._clock() - self._busy_since[verb]
-            self.counts.busy_seconds[verb] += seconds
-            moved = self.counts.size_bytes[verb]
-            if moved > self._moved_before[verb]:
-                of_bytes, of_seconds = self._recent[verb]
-                of_bytes += moved - self._moved_before[verb]
-                self._recent[verb] = of_bytes * FADING, (of_seconds + seconds) * FADING
-            self._moved_before[verb] = moved
+            self._traffic[verb].end(now)
 
 
 SLAB_SLOTS = 64

@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import KEY_BYTES
+from cachesvc.telemetry import events
 
 FORMAT = "cs2"
 LAYOUT_ID_BYTES = 8
@@ -365,29 +366,59 @@ def _alone(layout: Layout, groups: tuple[int, ...]) -> tuple[Shape, ...]:
     )
 
 
+FIRST_PAUSE_SECONDS = 0.25
+LONGEST_PAUSE_SECONDS = 30.0
+
+
+class BackOff:
+    """Pause after failures, twice as long each time, from ``first`` to ``longest`` seconds. Not thread-safe. ``pause``:
+    the length of the last one, 0 from a success on; ``until``: its end, monotonic seconds."""
+
+    def __init__(self, first: float = FIRST_PAUSE_SECONDS, longest: float = LONGEST_PAUSE_SECONDS) -> None:
+        self._first = first
+        self._longest = longest
+        self.pause = 0.0
+        self.until = float("-inf")
+
+    def failed(self, now: float, longest: float = float("inf")) -> None:
+        """Begin a pause, of ``longest`` seconds at most."""
+        self.pause = min(max(2 * self.pause, self._first), self._longest, longest)
+        self.until = now + self.pause
+
+    def succeeded(self, now: float) -> None:
+        if self.pause:
+            self.pause, self.until = 0.0, now
+
+
+LINES = {
+    "read": lambda **fields: events.event("storage_read_failed", **fields),
+    "write": lambda **fields: events.event("storage_write_failed", **fields),
+    "list": lambda **fields: events.event("storage_not_listed", **fields),
+}
 NOTE_SECONDS = 60.0
 """Interval between two log lines of a kind, seconds."""
 
 
 class Troubles:
-    """``count``: errors since the start; ``last``: the text of the last one. Any thread."""
+    """Errors of an engine. ``count``: since the start; ``last``: the text of the last one. Any thread."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.count = 0
         self.last = ""
         self._clock = clock
         self._lock = threading.Lock()
-        self._untold: Counter[str] = Counter()
+        self._unlogged: Counter[str] = Counter()
         self._note_at: dict[str, float] = {}
 
-    def note(self, kind: str, reason: str) -> int:
-        """Note an error; returns how many of the kind a log line is due for now, or 0."""
+    def note(self, kind: str, error: Exception) -> None:
+        """Note an error of a kind of ``LINES``, and log how many there were since the last line, where one is due."""
         with self._lock:
             self.count += 1
-            self.last = reason
-            self._untold[kind] += 1
+            self.last = str(error)
+            self._unlogged[kind] += 1
             now = self._clock()
             if now < self._note_at.get(kind, now):
-                return 0
+                return
             self._note_at[kind] = now + NOTE_SECONDS
-            return self._untold.pop(kind)
+            objects = self._unlogged.pop(kind)
+        LINES[kind](reason=str(error), objects=objects)

@@ -11,17 +11,21 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
 from cachesvc.model.errors import CacheError
+from cachesvc.model.numbers import Bucket
 from cachesvc.model.text import one_line
 from cachesvc.model.words import KEY_BYTES, NO_PAGE
 from cachesvc.storage.objects import ObjectStore, Verb
 from cachesvc.storage.seam import (
+    FIRST_PAUSE_SECONDS,
     LAYOUT_ID_BYTES,
+    BackOff,
     Chooser,
     ModelFacts,
     ObjectName,
@@ -39,44 +43,8 @@ from cachesvc.storage.spec import TierOptions, WriteWhen
 from cachesvc.storage.workers import Job, Workers, nothing
 from cachesvc.telemetry import events
 
-LONGEST_SECONDS = 1.0
-"""Most seconds of unused rate that count: what is not written in one second is not written twice in the next."""
-
-
 ANY_BLOCK_BYTES = 1 << 40
 """However large a block is, it may go when nothing else does."""
-
-
-class WriteBudget:
-    """A bucket of bytes, filled at ``rate`` a second, and a window of ``most_under_way``. One thread."""
-
-    def __init__(self, rate: int, most_under_way: int, now: float) -> None:
-        self._rate = rate
-        self._most = most_under_way
-        self._tokens = float(rate) * LONGEST_SECONDS
-        self._filled = now
-        self.under_way = 0
-
-    def room(self, now: float) -> int:
-        full = self._rate * LONGEST_SECONDS
-        self._tokens = min(full, self._tokens + self._rate * max(0.0, now - self._filled))
-        self._filled = now
-        if not self.under_way and self._tokens >= full:
-            return max(self._most, ANY_BLOCK_BYTES)
-        return max(0, min(int(self._tokens), self._most - self.under_way))
-
-    def lift(self) -> None:
-        """Drop the rate's limit, and keep the window's: the daemon ends, and no engine competes."""
-        self._rate = ANY_BLOCK_BYTES
-
-    def begin(self, size_bytes: int) -> None:
-        self._tokens -= size_bytes
-        self.under_way += size_bytes
-
-    def end(self, size_bytes: int) -> None:
-        self.under_way -= size_bytes
-
-
 UNDER_WAY_BYTES = 64 << 20
 """Host blocks that are pinned for writing at a time."""
 TRY_ANYWAY = 64
@@ -103,8 +71,8 @@ def one_thread(name: str) -> Workers[None]:
 
 class Tier:
     """``name``: in the log, metrics and status; ``late``: objects that have not come back in time. ``tell`` gets the
-    news of each request; ``tell_lost``: called when the engine has lost all that it had.
-    ``clock``: monotonic seconds."""
+    news of each request; ``tell_lost``: called when the engine has lost all that it had. ``under_way``: bytes of blocks
+    that are being written. ``known_shapes``: by model. ``clock``: monotonic seconds."""
 
     def __init__(
         self,
@@ -121,11 +89,11 @@ class Tier:
         self.late = 0
         self.backend: StorageBackend = store.backend
         self.options = options
-        self.wait_seconds = options.wait
         self.keeps_all = options.write is WriteWhen.THROUGH
         self.keeps_used = options.write is not WriteWhen.NEVER
         self.breaker = Breaker()
-        self.budget = WriteBudget(options.write_rate, UNDER_WAY_BYTES, clock())
+        self.rate = Bucket(options.write_rate)
+        self.under_way = 0
         self.tell: Tell = nothing
         self.tell_gone: TellGone = nothing
         self.tell_lost: Callable[[], None] = nothing
@@ -136,7 +104,7 @@ class Tier:
         self._canary = Canary(store)
         self._canary_until = 0.0
         self._requests: deque[StorageRequest] = deque()
-        self._shapes: dict[int, Shapes] = {}
+        self.known_shapes: dict[int, Shapes] = {}
         self._passed_over = 0
         self._was_usable, self._losses = True, 0
         self._log = StateLog(self.name, self.breaker)
@@ -160,40 +128,22 @@ class Tier:
     # -- on the ledger thread ------------------------------------------------------------------------------------
 
     def shapes(self, model: ModelFacts) -> Shapes:
-        known = self._shapes.get(model.id)
+        known = self.known_shapes.get(model.id)
         if known is None:
-            known = self._shapes[model.id] = shapes_of(model)
+            known = self.known_shapes[model.id] = shapes_of(model)
             self.backend.describe(known.scope, one_line(model.name))
         return known
 
     def forget(self, model_id: int) -> None:
         """A model is gone: numbers are not used again."""
-        self._shapes.pop(model_id, None)
+        self.known_shapes.pop(model_id, None)
 
     def expects(self, model: ModelFacts, keys: bytes) -> int | None:
         """Number of leading packed ``keys`` worth fetching; None where the engine must be asked."""
-        if not self.breaker.is_closed:
-            return 0
         shapes = self.shapes(model)
-        if not self._is_fast_enough(model, shapes):
+        if not self.breaker.is_closed or not self._is_fast_enough(model, shapes):
             return 0
         return self.backend.expects(shapes.scope, keys, shapes.parts)
-
-    def used(self, model: ModelFacts, uses: Sequence[Use], chooser: Chooser | None) -> None:
-        """Blocks were used in memory: their objects are as recently used, as far as the engine evicts by that."""
-        if self.backend.caps.follows_use:
-            scope = self.shapes(model).scope
-            self._getting.add([Job(lambda _: self.backend.used(scope, uses, chooser))])
-
-    def has(self, model: ModelFacts, key: bytes) -> bool:
-        """True where the engine believes to have all of a block, as far as it knows without asking."""
-        shapes = self.shapes(model)
-        return bool(self.backend.expects(shapes.scope, key, shapes.parts))
-
-    def has_by_number(self, model_id: int, key: bytes) -> bool:
-        """Answer as ``has``, of a model that was asked about before."""
-        shapes = self._shapes.get(model_id)
-        return shapes is not None and bool(self.backend.expects(shapes.scope, key, shapes.parts))
 
     def _is_fast_enough(self, model: ModelFacts, shapes: Shapes) -> bool:
         rate, seen = self.options.recompute, self.store.bandwidth(Verb.GET)
@@ -202,72 +152,86 @@ class Tier:
         self._passed_over += 1
         return self._passed_over % TRY_ANYWAY == 0
 
-    def fetch(self, coming: Coming) -> None:
-        request = self._ask(lambda outcome: self._refuse(coming.news(), outcome))
-        self._getting.add([Job(lambda _: self._fetch(request, coming), request.fail)])
+    def used(self, model: ModelFacts, uses: Sequence[Use], chooser: Chooser | None) -> None:
+        """Blocks were used in memory: their objects are as recently used, as far as the engine evicts by that."""
+        if self.backend.caps.follows_use:
+            scope = self.shapes(model).scope
+            self._getting.add([Job(lambda _: self.backend.used(scope, uses, chooser))])
+
+    def has(self, shapes: Shapes, key: bytes) -> bool:
+        """True where the engine believes to have all of a block, as far as it knows without asking."""
+        return bool(self.backend.expects(shapes.scope, key, shapes.parts))
+
+    def fetch(self, blocks: Blocks, objects: Sequence[tuple[int, Shape]]) -> None:
+        """Read objects of some blocks, by block, to their host pages."""
+        request = self._request(Verb.GET, blocks, objects)
+        self._getting.add([Job(lambda _: self._ask(request), request.fail)])
 
     def keep(self, model: ModelFacts, key: bytes, pages: Sequence[int], parent: bytes = b"") -> int:
         """Write a block below the block ``parent`` from its host pages; returns how many objects are on their way."""
-        shapes = self.shapes(model)
-        objects = [
-            shape for shape in (*shapes.full, *shapes.windows) if all(pages[group] != NO_PAGE for group in shape.groups)
-        ]
+        shapes, block = self.shapes(model), Blocks(model, 0, key, [[page] for page in pages], parent)
+        objects = objects_of(shapes, block)
         if objects:
-            self.budget.begin(shapes.block_bytes)
-            news = [News(model.id, 0, key, 0, shape, None) for shape in objects]
-            request = self._ask(partial(self._refuse, news))
-            put = partial(self._put, request, news, shapes.scope, pages, parent)
-            self._putting.add([Job(lambda _: put(), request.fail)])
+            self.rate.tokens -= shapes.block_bytes
+            self.under_way += shapes.block_bytes
+            request = self._request(Verb.PUT, block, objects)
+            self._putting.add([Job(lambda _: self._begin(request), request.fail)])
         return len(objects)
 
-    def _ask(self, refuse: Callable[[Outcome], None]) -> StorageRequest:
-        request = StorageRequest(self._clock() + self.options.deadline, refuse)
-        self._requests.append(request)
-        return request
+    def _request(self, verb: Verb, blocks: Blocks, objects: Sequence[tuple[int, Shape]]) -> StorageRequest:
+        deadline = self._clock() + self.options.deadline
+        self._requests.append(
+            StorageRequest(verb, blocks, self.shapes(blocks.model), objects, deadline, self._tell_later)
+        )
+        return self._requests[-1]
 
     def kept(self, model: ModelFacts) -> None:
         """Note that all objects of a written block have ended."""
-        self.budget.end(self.shapes(model).block_bytes)
+        self.under_way -= self.shapes(model).block_bytes
 
     def room(self) -> int:
-        return self.budget.room(self._clock()) if self.breaker.is_closed else 0
+        """Bytes that may be written now: of the rate's unused part of a second, and of a window."""
+        if not self.breaker.is_closed:
+            return 0
+        self.rate.fill(self._clock())
+        if not self.under_way and self.rate.tokens >= self.rate.burst:
+            return ANY_BLOCK_BYTES
+        return max(0, min(int(self.rate.tokens), UNDER_WAY_BYTES - self.under_way))
+
+    def lift_rate(self) -> None:
+        """Drop the rate's limit, and keep the window's: the daemon ends, and no engine competes."""
+        self.rate.rate, self.rate.burst = ANY_BLOCK_BYTES, float(ANY_BLOCK_BYTES)
 
     def lagged(self) -> None:
         """Note that a call has waited for the longest time in vain. Where others got something meanwhile the engine is
         slow, and not frozen."""
-        now = self._clock()
-        if now - self._last_news >= self.wait_seconds and not self.backend.caps.keeps_health:
-            self.breaker.open(f"nothing came within {self.wait_seconds} s", now)
+        now, wait = self._clock(), self.options.wait
+        if now - self._last_news >= wait and not self.backend.caps.keeps_health:
+            self.breaker.open(f"nothing came within {wait} s", now)
 
     def tick(self) -> None:
-        """Do periodic work: end waits, and send a canary where one is due."""
-        now = self._clock()
-        problem = self._look(now)
+        """Do periodic work: give up an engine that cannot work, and try it at once when it can again; end waits; and
+        send a canary where one is due."""
+        now, totals = self._clock(), self.backend.totals()
+        if not totals.is_usable:
+            self.breaker.open(totals.problem, now)
+        elif not self._was_usable:
+            self.breaker.hurry(now)
+        is_lost = totals.losses != self._losses
+        self._was_usable, self._losses = totals.is_usable, totals.losses
+        if is_lost:
+            self.tell_lost()
         while self._requests and (self._requests[0].is_settled or self._requests[0].deadline <= now):
             self._requests.popleft().expire()
         self.late = self.store.expire()
         if self.breaker.state is State.PROBING and now >= self._canary_until:
             self.breaker.probed(now, is_good=False)
         if self.breaker.wants_probe(now):
-            deadline = now + max(self.wait_seconds, 0.05)
+            deadline = now + max(self.options.wait, 0.05)
             self._canary_until = deadline + LOST_SECONDS
             fly = partial(self._canary.fly, deadline, self._flown)
             self._putting.add([Job(lambda _: fly(), partial(self._flown, False))])
-        self._log.look(now, self.late, problem)
-
-    def _look(self, now: float) -> str:
-        """Give up an engine that cannot work, and try it at once when it can again. Returns its own word for what is
-        wrong."""
-        totals = self.backend.totals()
-        if not totals.is_usable:
-            self.breaker.open(totals.problem, now)
-        elif not self._was_usable:
-            self.breaker.hurry(now)
-        self._was_usable = totals.is_usable
-        is_lost, self._losses = totals.losses != self._losses, totals.losses
-        if is_lost:
-            self.tell_lost()
-        return totals.problem
+        self._log.look(now, self.late, totals.problem)
 
     def _flown(self, is_good: bool) -> None:
         is_in_time = self._clock() <= self._canary_until - LOST_SECONDS  # else BUSY may be of one that waited too long
@@ -275,16 +239,15 @@ class Tier:
 
     # -- on workers ----------------------------------------------------------------------------------------------
 
-    def _fetch(self, request: StorageRequest, coming: Coming) -> None:
-        shapes, keys = coming.shapes, coming.keys
+    def _ask(self, request: StorageRequest) -> None:
+        """Ask an engine that does not know itself which of the objects it has, and read those before the first that is
+        missing."""
+        shapes, objects = request.shapes, request.objects
         if request.is_settled:
             return
-        wanted = coming.wanted()
-        first = key_at(keys, wanted[0][0]) if wanted else b""
-        if self.backend.expects(shapes.scope, first, shapes.parts) is not None:
-            self._get(request, coming)
+        if self.backend.expects(shapes.scope, key_at(request.blocks.keys, objects[0][0]), shapes.parts) is not None:
+            self._begin(request)
             return
-        names = [ObjectName(shapes.scope, key_at(keys, block), shape.part) for block, shape in wanted]
 
         def found(there: Sequence[bool] | None) -> None:
             if there is None:
@@ -292,73 +255,51 @@ class Tier:
                 return
             missing = (
                 block
-                for (block, shape), is_there in zip(wanted, there, strict=True)
+                for (block, shape), is_there in zip(objects, there, strict=True)
                 if not is_there and shape in shapes.full
             )
             end = next(missing, None)
-            self._getting.add([Job(lambda _: self._get(request, coming, end), request.fail)])
+            self._getting.add([Job(lambda _: self._begin(request, end), request.fail)])
 
-        request.put_to_engine()
-        self.backend.exists(names, request.deadline, found)
+        request.was_put = True
+        self.backend.exists(request.names(), request.deadline, found)
 
-    def _get(self, request: StorageRequest, coming: Coming, end: int | None = None) -> None:
-        """Ask for the blocks before ``end``; the rest does not come."""
-        news, pages = coming.news(), coming.pages
-        asked = news if end is None else [each for each in news if each.block < end]
-        moving: list[Moving] = []
-        for each in asked:
-            name = ObjectName(coming.shapes.scope, key_at(coming.keys, each.block), each.shape.part)
-            pieces = [(group, rank, pages[group][each.block]) for group, rank in each.shape.pieces]
-            moving.append(Moving(each, name, pieces, coming.parent_of(each.block)))
-        self._begin(Verb.GET, request, moving, news[len(asked) :])
-
-    def _put(
-        self, request: StorageRequest, news: list[News], scope: Scope, pages: Sequence[int], parent: bytes
-    ) -> None:
-        moving: list[Moving] = []
-        for each in news:
-            pieces = [(group, rank, pages[group]) for group, rank in each.shape.pieces]
-            moving.append(Moving(each, ObjectName(scope, each.key, each.shape.part), pieces, parent))
-        self._begin(Verb.PUT, request, moving)
-
-    def _begin(
-        self, verb: Verb, request: StorageRequest, moving: Sequence[Moving], others: Sequence[News] = ()
-    ) -> None:
-        """Begin a request. ``others``: objects of it that the engine is not asked for."""
+    def _begin(self, request: StorageRequest, end: int | None = None) -> None:
+        """Have the engine move the blocks before ``end``; the rest does not come."""
         if not request.claim():
             return
-        news = [each.news for each in moving]
+        news, (model, _, keys, pages, parent) = request.news(), request.blocks
+        asked = news if end is None else [each for each in news if each.block < end]
         try:
-            views = [tuple(self._view(each.news.model, *piece) for piece in each.pieces) for each in moving]
+            views = [
+                tuple(self._view(model.id, group, rank, pages[group][block]) for group, rank in shape.pieces)
+                for block, shape in request.objects[: len(asked)]
+            ]
         except CacheError:  # the host pool is closed: the daemon ends
             request.begun()
-            self._refuse([*news, *others], Outcome.BUSY)
+            self._tell_later(request.news(Outcome.BUSY))
             return
         begin = self.store.prepare(
-            verb,
-            [each.name for each in moving],
+            request.verb,
+            request.names()[: len(asked)],
             views,
             self._clock() + self.options.deadline,
-            lambda index, outcome: self._tell_later(news[index]._replace(outcome=outcome)),
-            lambda index: self._tell_later(news[index]),
-            [each.parent for each in moving],
+            lambda index, outcome: self._tell_later([news[index]._replace(outcome=outcome)]),
+            lambda index: self._tell_later([news[index]]),
+            [key_at(keys, each.block - 1) if each.block else parent for each in asked],
         )
         request.begun()
-        self._refuse(others, Outcome.BUSY)  # never promised: nothing against the engine
+        self._tell_later(request.news(Outcome.BUSY)[len(asked) :])  # never promised: nothing against the engine
         begin()
 
     # -- news ----------------------------------------------------------------------------------------------------
 
-    def _refuse(self, news: Sequence[News], outcome: Outcome) -> None:
-        """Objects have ended, and were never begun."""
-        for each in news:
-            self._tell_later(each._replace(outcome=outcome))
-
-    def _tell_later(self, news: News) -> None:
+    def _tell_later(self, news: Sequence[News]) -> None:
         with self._lock:
-            self._news.append(news)
-            is_first = len(self._news) == 1
-        if is_first:
+            is_first = not self._news
+            self._news.extend(news)
+            is_due = is_first and bool(self._news)
+        if is_due:
             self._post(self._deliver)
 
     def _deliver(self) -> None:
@@ -387,7 +328,7 @@ class Tier:
     def _deliver_gone(self) -> None:
         with self._lock:
             gone, self._gone = self._gone, {}
-        models = {shapes.scope: model for model, shapes in self._shapes.items()}
+        models = {shapes.scope: model for model, shapes in self.known_shapes.items()}
         for scope, some in groupby(gone, key=lambda each: each[0]):
             if scope in models:
                 self.tell_gone(models[scope], [key for _, key in some])
@@ -454,28 +395,38 @@ class Stage(Enum):
     OVER = "over"
 
 
+@dataclass(eq=False, slots=True)
 class StorageRequest:
-    """``refuse``: tells that all of its items ended by an outcome. ``deadline``: monotonic seconds. Any thread."""
+    """Objects of some blocks, by block. ``tell`` gets the news of all of them where they end before they are begun:
+    BUSY, or FAILED where the engine was asked (``was_put``). ``deadline``: monotonic seconds. Any thread."""
 
-    def __init__(self, deadline: float, refuse: Callable[[Outcome], None]) -> None:
-        self.deadline = deadline
-        self.stage = Stage.WAITING
-        self._refuse = refuse
-        self._was_put = False
-        self._lock = threading.Lock()
+    verb: Verb
+    blocks: Blocks
+    shapes: Shapes
+    objects: Sequence[tuple[int, Shape]]
+    deadline: float
+    tell: Callable[[Sequence[News]], None]
+    was_put: bool = False
+    stage: Stage = Stage.WAITING
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def news(self, outcome: Outcome | None = None) -> list[News]:
+        model, ticket, keys, _, _ = self.blocks
+        key = b"" if ticket else keys
+        return [News(model.id, ticket, key, block, shape, outcome) for block, shape in self.objects]
+
+    def names(self) -> list[ObjectName]:
+        scope, keys = self.shapes.scope, self.blocks.keys
+        return [ObjectName(scope, key_at(keys, block), shape.part) for block, shape in self.objects]
 
     @property
     def is_settled(self) -> bool:
         """True where the request needs no further care."""
         return self.stage in (Stage.BEGUN, Stage.OVER)
 
-    def put_to_engine(self) -> None:
-        """Note that the engine was asked. A late answer counts against the engine."""
-        self._was_put = True
-
     def claim(self) -> bool:
         """Claim the request: the claimer begins it, or fails it. False where it is over."""
-        with self._lock:
+        with self.lock:
             is_mine = self.stage is Stage.WAITING
             if is_mine:
                 self.stage = Stage.CLAIMED
@@ -483,7 +434,7 @@ class StorageRequest:
 
     def begun(self) -> None:
         """Note that the store reports its items from now on."""
-        with self._lock:
+        with self.lock:
             assert self.stage is Stage.CLAIMED, "it was claimed before it begins"
             self.stage = Stage.BEGUN
 
@@ -493,22 +444,20 @@ class StorageRequest:
 
     def fail(self) -> None:
         """Fail the request of a broken carrier. No-op where it was begun."""
-        self._was_put = True
+        self.was_put = True
         self._end(Stage.WAITING, Stage.CLAIMED)
 
     def _end(self, *stages: Stage) -> None:
-        with self._lock:
+        with self.lock:
             if self.stage not in stages:
                 return
             self.stage = Stage.OVER
-        self._refuse(Outcome.FAILED if self._was_put else Outcome.BUSY)
+        self.tell(self.news(Outcome.FAILED if self.was_put else Outcome.BUSY))
 
 
 # Circuit breaker of a storage engine: decides whether it is used. It opens on errors and on latency, since what is
 # frozen does not err, and closes when a canary came back: no engine's word is taken for its health.
 
-FIRST_PAUSE_SECONDS = 0.25
-LONGEST_PAUSE_SECONDS = 30.0
 LAST_OUTCOMES = 32
 MOST_BAD = 8.0
 """Weighed sum of the last outcomes above which the breaker opens."""
@@ -529,8 +478,7 @@ class Breaker:
         self.state = State.CLOSED
         self.reason = ""
         self.opened = 0
-        self._pause = FIRST_PAUSE_SECONDS
-        self._until = 0.0
+        self._back_off = BackOff()
         self._last: deque[float] = deque(maxlen=LAST_OUTCOMES)
 
     @property
@@ -546,17 +494,17 @@ class Breaker:
     def open(self, reason: str, now: float) -> None:
         """Use the engine no more, until a canary comes back."""
         if self.is_closed:
-            self.state, self.reason, self._pause = State.OPEN, reason, FIRST_PAUSE_SECONDS
+            self.state, self.reason, self._back_off = State.OPEN, reason, BackOff()
             self.opened += 1
-            self._until = now + self._pause
+            self._back_off.failed(now)
 
     def hurry(self, now: float) -> None:
         """Send the next canary now: what kept the engine from working has passed."""
-        self._until, self._pause = now, FIRST_PAUSE_SECONDS
+        self._back_off.pause, self._back_off.until = FIRST_PAUSE_SECONDS, now
 
     def wants_probe(self, now: float) -> bool:
         """True once a canary is due; it is on its way then."""
-        if self.state is State.OPEN and now >= self._until:
+        if self.state is State.OPEN and now >= self._back_off.until:
             self.state = State.PROBING
             return True
         return False
@@ -570,8 +518,7 @@ class Breaker:
             self._last.clear()
             return
         self.state = State.OPEN
-        self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
-        self._until = now + self._pause
+        self._back_off.failed(now)
 
 
 SCOPE = Scope(bytes(32), b"canary".ljust(LAYOUT_ID_BYTES, b"\0"))
@@ -634,45 +581,25 @@ class News(NamedTuple):
     outcome: Outcome | None  # None: it was LATE, and is back
 
 
-class Moving(NamedTuple):
-    """An object that is read or written. ``pieces``: group, host rank and page of each. ``parent``: the key of the
-    block above its own; empty for none."""
+class Blocks(NamedTuple):
+    """Blocks of a fetch (``ticket``), or (0) one that is written. ``pages[g]`` has a host page for each of packed
+    ``keys``, or NO_PAGE. ``parent``: the key of the block above the first; empty for none."""
 
-    news: News
-    name: ObjectName
-    pieces: Sequence[tuple[int, int, int]]
-    parent: bytes
-
-
-class Coming(NamedTuple):
-    """Blocks of a fetch: ``pages[g]`` has a host page for each of packed ``keys``, or NO_PAGE. ``parent``: the key of
-    the block above the first; empty for none. ``some``: objects that are asked for, by block; None: all."""
-
-    model: int
-    shapes: Shapes
+    model: ModelFacts
     ticket: int
     keys: bytes
     pages: Sequence[Sequence[int]]
     parent: bytes
-    some: Sequence[tuple[int, Shape]] | None = None
 
-    def parent_of(self, block: int) -> bytes:
-        """The key of the block above one of them."""
-        return key_at(self.keys, block - 1) if block else self.parent
 
-    def wanted(self) -> list[tuple[int, Shape]]:
-        if self.some is not None:
-            return list(self.some)
-        return [
-            (block, shape)
-            for block in range(len(self.keys) // KEY_BYTES)
-            for shape in (*self.shapes.full, *self.shapes.windows)
-            if all(self.pages[group][block] != NO_PAGE for group in shape.groups)
-        ]
-
-    def news(self) -> list[News]:
-        wanted = self.wanted()
-        return [News(self.model, self.ticket, b"", block, shape, None) for block, shape in wanted]
+def objects_of(shapes: Shapes, blocks: Blocks) -> list[tuple[int, Shape]]:
+    """Objects of blocks for which there are host pages, by block."""
+    return [
+        (block, shape)
+        for block in range(len(blocks.keys) // KEY_BYTES)
+        for shape in (*shapes.full, *shapes.windows)
+        if all(blocks.pages[group][block] != NO_PAGE for group in shape.groups)
+    ]
 
 
 Tell = Callable[[int, int, bytes, list[News]], None]

@@ -7,6 +7,7 @@ is passed over by reads and writes, so a dead one slows no other.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from itertools import islice
 from cachesvc.model.words import KEY_BYTES
 from cachesvc.storage.seam import CAME, Chooser, ModelFacts, Outcome, Shape, Use, key_at
 from cachesvc.storage.spec import WriteWhen
-from cachesvc.storage.tier import Coming, News, Tell, TellGone, Tier
+from cachesvc.storage.tier import Blocks, News, Tell, TellGone, Tier, objects_of
 from cachesvc.storage.workers import nothing
 
 MOST_TIERS = 4
@@ -34,8 +35,7 @@ Owed = Callable[[int, list[bytes]], None]
 class Route:
     """A fetch under way. ``out``: objects that have not come back, by tier."""
 
-    model: ModelFacts
-    coming: Coming
+    blocks: Blocks
     since: float
     out: Counter[int] = field(default_factory=Counter)
 
@@ -50,12 +50,15 @@ class Writing:
 
 
 class Tiers:
-    """One tier or more. ``tell`` gets the news of each request, ``owed`` what is to be written once more. For the
-    ledger thread. ``clock``: monotonic seconds."""
+    """One tier or more. ``stores``: those that are configured as storage, all but the other nodes; ``are_several``:
+    there is more than one of these. ``tell`` gets the news of each request, ``owed`` what is to be written once more.
+    For the ledger thread. ``clock``: monotonic seconds."""
 
     def __init__(self, tiers: Sequence[Tier], clock: Callable[[], float]) -> None:
         self.all = tuple(tiers)
-        self.wait_seconds = max(tier.wait_seconds for tier in tiers)
+        self.stores = tuple(tier for tier in tiers if not tier.backend.caps.keeps_health)
+        self.are_several = len(self.stores) > 1
+        self.wait_seconds = max(tier.options.wait for tier in tiers)
         self.keeps_all = any(tier.keeps_all for tier in tiers)
         self.keeps_used = any(tier.keeps_used for tier in tiers)
         self.tell: Tell = nothing
@@ -70,17 +73,7 @@ class Tiers:
         for number, tier in enumerate(tiers):
             tier.tell = partial(self._told, number)
             tier.tell_gone = partial(self._gone, number)
-            tier.tell_lost = self._lost
-
-    @property
-    def stores(self) -> tuple[Tier, ...]:
-        """Those that are configured as storage: all but the other nodes."""
-        return tuple(tier for tier in self.all if not tier.backend.caps.keeps_health)
-
-    @property
-    def are_several(self) -> bool:
-        """True where there is more than one store."""
-        return len(self.stores) > 1
+            tier.tell_lost = lambda: self.tell_lost()  # noqa: PLW0108 - it is set later
 
     @property
     def is_idle(self) -> bool:
@@ -122,50 +115,49 @@ class Tiers:
         for the first."""
         known, total = 0, len(keys) // KEY_BYTES
         while known < total:
-            answers = [tier.expects(model, keys[known * KEY_BYTES :]) for tier in self.all]
-            best = next(filter(None, answers), 0)
-            if not best:
-                return known or (None if None in answers else 0)
-            known += best
+            _, count = self._first_with(model, keys[known * KEY_BYTES :])
+            if not count:
+                return known or count
+            known += count
         return known
+
+    def _first_with(self, model: ModelFacts, keys: bytes) -> tuple[int, int | None]:
+        """The first tier that is expected to have some of packed ``keys``, and how many of the first; None where it
+        must be asked for them, 0 where no tier has any."""
+        answers = [tier.expects(model, keys) for tier in self.all]
+        at = next((at for at, answer in enumerate(answers) if answer), -1)
+        if at < 0:
+            at = answers.index(None) if None in answers else 0
+        return at, answers[at]
 
     def has(self, model: ModelFacts, key: bytes) -> bool:
         """True where a tier believes to have all of a block."""
-        return any(tier.has(model, key) for tier in self.all)
+        return any(tier.has(tier.shapes(model), key) for tier in self.all)
 
     def fetch(
         self, model: ModelFacts, ticket: int, keys: bytes, pages: Sequence[Sequence[int]], parent: bytes = b""
     ) -> list[int]:
         """Bring blocks to host pages, the first of them below the block ``parent``; returns of each block how many
         objects come."""
-        coming = Coming(model.id, self.all[0].shapes(model), ticket, keys, pages, parent)
-        wanted, plan = coming.wanted(), self._plan(model, keys)
-        if wanted:
-            self._routes[ticket] = route = Route(model, coming, self._clock())
+        blocks, total = Blocks(model, ticket, keys, pages, parent), len(keys) // KEY_BYTES
+        objects = objects_of(self.all[0].shapes(model), blocks)
+        if objects:
+            self._routes[ticket] = route = Route(blocks, self._clock())
+            plan: list[int] = []
+            while len(plan) < total:
+                number, count = self._first_with(model, keys[len(plan) * KEY_BYTES :])
+                plan += [number] * (count or total - len(plan))
             shares: dict[int, list[tuple[int, Shape]]] = {}
-            for block, shape in wanted:
+            for block, shape in objects:
                 shares.setdefault(plan[block], []).append((block, shape))
             for number, some in shares.items():
                 self._ask(route, number, some)
-        counts = Counter(block for block, _ in wanted)
-        return [counts[block] for block in range(len(keys) // KEY_BYTES)]
-
-    def _plan(self, model: ModelFacts, keys: bytes) -> list[int]:
-        """Number of the tier that each block is read from."""
-        plan, total = list[int](), len(keys) // KEY_BYTES
-        while len(plan) < total:
-            rest = keys[len(plan) * KEY_BYTES :]
-            answers = [tier.expects(model, rest) for tier in self.all]
-            number = next((at for at, answer in enumerate(answers) if answer), -1)
-            if number >= 0:
-                plan += [number] * (answers[number] or 0)
-            else:
-                plan += [answers.index(None) if None in answers else 0] * (total - len(plan))
-        return plan
+        counts = Counter(block for block, _ in objects)
+        return [counts[block] for block in range(total)]
 
     def _ask(self, route: Route, number: int, some: list[tuple[int, Shape]]) -> None:
         route.out[number] += len(some)
-        self.all[number].fetch(route.coming._replace(some=some))
+        self.all[number].fetch(route.blocks, some)
 
     def lagged(self) -> None:
         for number in {at for route in self._routes.values() for at, out in route.out.items() if out}:
@@ -176,7 +168,7 @@ class Tiers:
         now = self._clock()
         for number, tier in enumerate(self.all):
             since = [route.since for route in self._routes.values() if route.out[number]]
-            if since and now - min(since) >= tier.wait_seconds:
+            if since and now - min(since) >= tier.options.wait:
                 tier.lagged()
 
     # -- writing -------------------------------------------------------------------------------------------------
@@ -213,7 +205,7 @@ class Tiers:
         if not tier.keeps_used or not tier.breaker.is_closed:
             return False
         is_wanted = is_due or not self.keeps_all or tier.options.write is WriteWhen.THROUGH
-        return is_wanted and not tier.has(model, key)
+        return is_wanted and not tier.has(tier.shapes(model), key)
 
     def used(self, model: ModelFacts, uses: Sequence[Use], chooser: Chooser | None) -> None:
         """Blocks were used in memory: their copies are as recently used."""
@@ -224,10 +216,8 @@ class Tiers:
         """A path of blocks was used, whose key at each depth ``key_of`` tells: tiers that lack its end are owed it."""
         for number, tier in enumerate(self.all):
             if tier.keeps_used and tier.breaker.is_closed:
-                low, high = 0, length
-                while low < high:
-                    middle = (low + high) // 2
-                    low, high = (middle + 1, high) if tier.has(model, key_of(middle)) else (low, middle)
+                shapes = tier.shapes(model)
+                low = bisect_left(range(length), True, key=lambda at: not tier.has(shapes, key_of(at)))
                 for depth in range(low, min(length, low + OWED_AT_ONCE)):
                     self._owe(number, (model.id, key_of(depth)))
 
@@ -260,12 +250,13 @@ class Tiers:
 
     def _fetched(self, number: int, ticket: int, news: list[News]) -> list[News]:
         route = self._routes[ticket]
+        model, _, keys, _, _ = route.blocks
         passed: list[News] = []
         again: dict[int, list[tuple[int, Shape]]] = {}
         for each in news:
             route.out[number] -= each.outcome is not Outcome.LATE
-            key = key_at(route.coming.keys, each.block)
-            below = self._below(number, route.model, key) if each.outcome in ELSEWHERE else None
+            key = key_at(keys, each.block)
+            below = self._below(number, model, key) if each.outcome in ELSEWHERE else None
             if below is not None:
                 again.setdefault(below, []).append((each.block, each.shape))
                 continue
@@ -273,7 +264,7 @@ class Tiers:
             if each.outcome in CAME:
                 for above in range(number):
                     if self.all[above].keeps_used:
-                        self._owe(above, (route.model.id, key))
+                        self._owe(above, (model.id, key))
         for below, some in again.items():
             self._ask(route, below, sorted(some, key=lambda each: each[0]))
         if not any(route.out.values()):
@@ -298,10 +289,8 @@ class Tiers:
 
     def _gone(self, number: int, model_id: int, keys: list[bytes]) -> None:
         """A tier has let go of blocks: of those that no other has."""
+        shapes = self.all[number].known_shapes[model_id]
         others = [tier for at, tier in enumerate(self.all) if at != number]
-        gone = [key for key in keys if not any(tier.has_by_number(model_id, key) for tier in others)]
+        gone = [key for key in keys if not any(tier.has(shapes, key) for tier in others)]
         if gone:
             self.tell_gone(model_id, gone)
-
-    def _lost(self) -> None:
-        self.tell_lost()

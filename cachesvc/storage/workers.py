@@ -12,6 +12,7 @@ from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 from cachesvc.memory.extents import yield_to_callers
+from cachesvc.storage.seam import Each, Item, Outcome
 from cachesvc.telemetry import events
 
 Context = TypeVar("Context")
@@ -138,6 +139,17 @@ def run_job(job: Job[Context], context: Context, now: float) -> None:
             return
         except Exception:  # noqa: BLE001 - as the docstring says
             events.failure("storage_job_broke")
+
+
+def jobs_of(
+    items: Sequence[Item], deadline: float, each: Each, move: Callable[[Item, Context], Outcome]
+) -> list[Job[Context]]:
+    """A job for each item, which ends it by what ``move`` returns, or as BUSY where it is not begun in time."""
+
+    def job(index: int, item: Item) -> Job[Context]:
+        return Job(lambda context: each(index, move(item, context)), partial(each, index, Outcome.BUSY), deadline)
+
+    return [job(index, item) for index, item in enumerate(items)]
 
 
 class UnderWay(Generic[Name]):

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from cachesvc.storage.file.engine import FileStorage
-from cachesvc.storage.file.keeper import FileOptions
+from cachesvc.storage.file.engine import FileOptions, FileStorage
 from cachesvc.storage.file.space import object_path
 from cachesvc.storage.objects import ObjectStore, Verb
 from cachesvc.storage.seam import WHOLE, ObjectName, Outcome, Part, Scope, StorageBackend

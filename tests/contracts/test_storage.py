@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cachesvc.model.words import KEY_BYTES
-from cachesvc.storage.file.keeper import FileOptions
+from cachesvc.storage.file.engine import FileOptions
 from cachesvc.storage.seam import ObjectName, Outcome, Part, StorageBackend
 from tests.contracts.mooncake_rig import shared_turning
 from tests.contracts.s3_rig import shared_bucket

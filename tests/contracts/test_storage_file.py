@@ -18,8 +18,7 @@ import pytest
 
 from cachesvc.model.errors import CacheError, InvalidRequest
 from cachesvc.storage.file.catalogue import Catalogue, Entry
-from cachesvc.storage.file.engine import FileStorage
-from cachesvc.storage.file.keeper import FileOptions, file_options
+from cachesvc.storage.file.engine import FileOptions, FileStorage, file_options
 from cachesvc.storage.file.space import BATCH, Space, object_path
 from cachesvc.storage.objects import Verb
 from cachesvc.storage.seam import ObjectName, Outcome, Part
@@ -171,7 +170,7 @@ def test_after_a_restart_the_order_of_use_is_that_of_before(tmp_path: Path) -> N
 
 KILLED = """
     import sys
-    from cachesvc.storage.file.keeper import FileOptions
+    from cachesvc.storage.file.engine import FileOptions
     from cachesvc.storage.seam import Outcome
     from tests.contracts.storage_rig import Bench, FileTurning, name_of
     bench = Bench(FileTurning(FileOptions(sys.argv[1], 1 << 30, floor=0))).start()

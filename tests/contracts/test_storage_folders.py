@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from cachesvc.storage.file.disk import Disk
-from cachesvc.storage.file.engine import FileStorage
+from cachesvc.storage.file.engine import FileOptions, FileStorage
 from cachesvc.storage.file.folder import Folder
-from cachesvc.storage.file.keeper import FileOptions
 from cachesvc.storage.file.space import FORMAT_TEXT, object_path
 from cachesvc.storage.seam import Outcome
 from tests.contracts.storage_rig import SCOPE, Bench, FileTurning, name_of

@@ -156,7 +156,7 @@ class StorageWorld(World):
         assert not [ticket for ticket in running if ticket.direction is Inward.FETCH]
         assert self.tiers.is_idle, "a fetch or a write has no end"
         for engine, tier in zip(self.stores, self.tiers.all, strict=True):
-            assert not tier.budget.under_way, "bytes of a write that ended are under way"
+            assert not tier.under_way, "bytes of a write that ended are under way"
             self.faults.update(engine.faults)
             self.faults["breaker_opened"] += tier.breaker.opened
         if len(self.stores) > 1:

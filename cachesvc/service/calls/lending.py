@@ -18,7 +18,7 @@ from cachesvc.model.errors import CacheError, InvalidRequest, LimitExceeded, Sub
 from cachesvc.model.numbers import Party
 from cachesvc.model.words import KEY_BYTES, NO_PAGE
 from cachesvc.peer.borrower import PeerStorage
-from cachesvc.peer.fleet import Borrowed, CountedDigest, DigestNews, PeerPaused, PeerRefused, bits_for
+from cachesvc.peer.fleet import CountedDigest, DigestNews, Loan, PeerPaused, PeerRefused, bits_for
 from cachesvc.peer.lender import Lent, LentObject, LoanDesk
 from cachesvc.questions.explanation import Feed
 from cachesvc.questions.view import models_named
@@ -42,21 +42,41 @@ View = Callable[[int, int, int, int], memoryview]
 """``(model, group, host rank, page)``: a host page's bytes. Raises a CacheError."""
 
 
+class Waiters:
+    """Calls that wait for a change, ``most`` at a time. On the loop."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._waiting: dict[asyncio.Future[None], int] = {}
+
+    async def wait(self, seconds: float, model: int = 0) -> bool:
+        """Wait for a change, of a model, for so long at most. False at once where no time is left, or too many wait."""
+        if seconds <= 0 or len(self._waiting) >= self._most:
+            return False
+        changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[changed] = model
+        try:
+            await asyncio.wait((changed,), timeout=seconds)
+        finally:
+            del self._waiting[changed]
+        return True
+
+    def wake(self, model: int = 0) -> None:
+        for changed, awaited in self._waiting.items():
+            if awaited == model and not changed.done():
+                changed.set_result(None)
+
+
 class LendingDesk:
     """Desk on the ledger thread. ``view``: from any thread. ``lease_seconds``: silence after which a lease is over."""
 
     def __init__(self, node: Node, view: View, lease_seconds: float) -> None:
         self.lease_seconds = lease_seconds
-        self.desk = LoanDesk(node.now, self._quiet)
+        self.loans = LoanDesk(node.now)
         self._node = node
         self._view = view
-        self._lent: dict[int, tuple[Model, LentBlocks]] = {}
-        self._waiting: dict[int, set[asyncio.Future[None]]] = {}
+        self._waiters = Waiters(MOST_PATIENT)
         node.core.on_sealed.append(self._on_sealed)
-
-    @property
-    def epoch(self) -> int:
-        return self._node.epoch
 
     async def borrow(
         self, scope: Scope, keys: bytes, parts: Sequence[Part], patience: float = 0.0
@@ -68,9 +88,10 @@ class LendingDesk:
             raise InvalidRequest(f"keys has {len(keys)} bytes, which are no keys of {KEY_BYTES}")
         if len(keys) // KEY_BYTES > MOST_BLOCKS:
             raise LimitExceeded("block keys", len(keys) // KEY_BYTES, MOST_BLOCKS)
-        if len(self.desk) >= MOST_LEASES:
-            raise LimitExceeded("leases of other nodes", len(self.desk) + 1, MOST_LEASES)
-        found = self._find(scope)
+        if len(self.loans) >= MOST_LEASES:
+            raise LimitExceeded("leases of other nodes", len(self.loans) + 1, MOST_LEASES)
+        each = ((model, shapes_of(model)) for model in models_named(self._node.core, scope.namespace))
+        found = next(((model, shapes) for model, shapes in each if shapes.scope == scope), None)
         if found is None:
             return None, 0, False
         model, shapes = found
@@ -88,49 +109,18 @@ class LendingDesk:
                 answer = await self._node.wait_out(run, answer, self._node.now() + LEND_SECONDS, OTHER_NODES, "borrow")
             ended_at = model.blocks.given_up_at(keys[:KEY_BYTES]) if answer is None else None
             over_at = inf if ended_at is None else max(asked_at, ended_at) + GIVEN_UP_SECONDS
-            if answer is not None or not await self._sealed(model.id, min(until, over_at) - self._node.now()):
+            left = min(until, over_at) - self._node.now()
+            if answer is not None or not await self._waiters.wait(min(left, GIVEN_UP_SECONDS), model.id):
                 break
         here = 0 if answer is None else len(answer.rows)
         computing = computing_blocks(model, keys, here) if model.blocks.computing else 0
         lent = None if answer is None else await self._hand_out(model, scope, wanted, answer)
         return lent, computing, over_at <= self._node.now()
 
-    async def _sealed(self, model: int, seconds: float) -> bool:
-        """Wait for the next sealed block of a model, or until it is time to look again. False where ``seconds`` are
-        over, or too many wait."""
-        waiting = self._waiting.setdefault(model, set())
-        if seconds <= 0 or sum(map(len, self._waiting.values())) >= MOST_PATIENT:
-            return False
-        sealed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiting.add(sealed)
-        try:
-            await asyncio.wait((sealed,), timeout=min(seconds, GIVEN_UP_SECONDS))
-        finally:
-            waiting.discard(sealed)
-            if not waiting:
-                self._waiting.pop(model, None)
-        return True
-
     def _on_sealed(self, model: int, replica: int, row: int, count: int) -> None:
         """Wake borrowers that wait for a block of the model."""
         del replica, row, count
-        for sealed in self._waiting.get(model, ()):
-            if not sealed.done():
-                sealed.set_result(None)
-
-    def give_back(self, lease: int) -> None:
-        self.desk.give_back(lease)
-
-    def tick(self) -> None:
-        self.desk.expire()
-
-    def close(self) -> None:
-        self.desk.end_all()
-
-    def _find(self, scope: Scope) -> tuple[Model, Shapes] | None:
-        """The model of a scope, and what its blocks are lent as."""
-        each = ((model, shapes_of(model)) for model in models_named(self._node.core, scope.namespace))
-        return next(((model, shapes) for model, shapes in each if shapes.scope == scope), None)
+        self._waiters.wake(model)
 
     def _wanted(self, shapes: Shapes, parts: Sequence[Part]) -> list[Shape]:
         by_part = {shape.part: shape for shape in (*shapes.full, *shapes.windows)}
@@ -142,15 +132,15 @@ class LendingDesk:
 
     async def _hand_out(self, model: Model, scope: Scope, shapes: list[Shape], blocks: LentBlocks) -> Lent | None:
         """The pages stay from here on, whatever becomes of the call."""
+        end = partial(self._node.run_news, model.id, partial(end_lending, self._node.core, model, blocks))
         try:
             objects = await asyncio.to_thread(self._objects, model.id, scope, shapes, blocks)
-            lent = self.desk.lend(objects, self.lease_seconds, ready=0)
+            lent = self.loans.lend(objects, self.lease_seconds, ready=0, quiet=lambda _: self._node.soon(end))
         except BaseException as error:
-            self._node.run_news(model.id, partial(end_lending, self._node.core, model, blocks))
+            end()
             if isinstance(error, CacheError):  # the host pool is closed: the daemon ends
                 return None
             raise  # the call was given up
-        self._lent[lent.lease] = model, blocks
         blocks.on_change = partial(self._changed, lent.lease, blocks, len(shapes))
         blocks.on_change()
         return lent
@@ -158,9 +148,9 @@ class LendingDesk:
     def _changed(self, lease: int, blocks: LentBlocks, parts: int) -> None:
         """Have what has come of a loan sent; end one of which something does not come."""
         if blocks.is_cut:
-            self.desk.give_back(lease)
+            self.loans.give_back(lease)
         else:
-            self.desk.fill(lease, blocks.ready() * parts)
+            self.loans.fill(lease, blocks.ready() * parts)
 
     def _objects(self, model: int, scope: Scope, shapes: list[Shape], blocks: LentBlocks) -> list[LentObject | None]:
         """On a thread of its own: some microseconds a page. Objects are named by what the index has there."""
@@ -175,16 +165,6 @@ class LendingDesk:
                 views = tuple(self._view(model, group, rank, page) for group, rank, page in pages)
                 found.append(LentObject(ObjectName(scope, key, shape.part), views, parent))
         return found
-
-    def _quiet(self, lease: int) -> None:
-        """From any thread: no stream sends from its pages any more."""
-        self._node.soon(partial(self._end, lease))
-
-    def _end(self, lease: int) -> None:
-        found = self._lent.pop(lease, None)
-        if found is not None:
-            model, blocks = found
-            self._node.run_news(model.id, partial(end_lending, self._node.core, model, blocks))
 
 
 FULL_PAUSE_SECONDS = 0.1
@@ -212,7 +192,7 @@ class PeerLenders:
         shapes = shapes_of(model)
         parts = [shape.part for shape in (*shapes.full, *shapes.windows)]
 
-        def answered(answer: Borrowed | CacheError) -> None:
+        def answered(answer: Loan | CacheError) -> None:
             promise = _promise(answer, len(parts), len(shapes.full))
             self._node.soon(partial(self._node.run_news, model.id, partial(told, promise)))
 
@@ -230,15 +210,12 @@ class PeerLenders:
         self._peers.drop([ObjectName(shapes.scope, key, shapes.full[0].part) for key in keys])
 
 
-def _promise(answer: Borrowed | CacheError, parts: int, full: int) -> Promise:
-    if isinstance(answer, PeerPaused):
-        return Promise(problem=str(answer), ask_in=answer.seconds)
-    if isinstance(answer, PeerRefused) and answer.is_full:
-        return Promise(problem=str(answer), ask_in=FULL_PAUSE_SECONDS)
+def _promise(answer: Loan | CacheError, parts: int, full: int) -> Promise:
     if isinstance(answer, CacheError):
-        return Promise(problem=str(answer))
-    there = () if answer.loan is None else answer.loan.lent
-    lent = 0
+        is_full = isinstance(answer, PeerRefused) and answer.is_full
+        seconds = answer.seconds if isinstance(answer, PeerPaused) else FULL_PAUSE_SECONDS * is_full
+        return Promise(problem=str(answer), ask_in=seconds)
+    there, lent = answer.lent, 0
     while (lent + 1) * parts <= len(there) and all(there[lent * parts : lent * parts + full]):
         lent += 1
     return Promise(lent, answer.computing, answer.epoch, is_given_up=answer.is_given_up)
@@ -265,7 +242,7 @@ class DigestFeed:
         self._is_whole = False
         self._life = 0
         self._is_warned = False
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._waiters = Waiters(MOST_READERS)
 
     async def news(self, epoch: int, version: int, patience: float) -> DigestNews | None:
         """Changes since ``version`` of the life ``epoch``, once there are any; None: there were none for ``patience``
@@ -277,17 +254,8 @@ class DigestFeed:
             digest = self._digest
             if digest is not None and self._is_whole and (epoch != self.epoch or digest.version != version):
                 return digest.news(self.epoch, version if epoch == self.epoch else 0)
-            left = until - self._node.now()
-            if left <= 0 or len(self._waiting) >= MOST_READERS:
+            if not await self._waiters.wait(until - self._node.now()):
                 return None
-            changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.add(changed)
-            try:
-                await asyncio.wait_for(changed, left)
-            except TimeoutError:
-                return None
-            finally:
-                self._waiting.discard(changed)
 
     def attention(self) -> list[str]:
         """A sentence about a digest that cannot hold this node's blocks."""
@@ -323,9 +291,7 @@ class DigestFeed:
             self._is_warned = True
             events.warning("peer_digest_full", bits=self._digest.size, blocks=blocks)
         if self._is_whole and (before != self._digest.version or not was_whole):
-            for changed in self._waiting:
-                if not changed.done():
-                    changed.set_result(None)
+            self._waiters.wake()
 
     def _follow(self, model: Model, digest: CountedDigest) -> bool:
         """Take in changes of a model; False while there are more."""

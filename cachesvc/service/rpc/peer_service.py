@@ -17,7 +17,7 @@ from kvcache.v1 import peer_pb2, peer_pb2_grpc
 from cachesvc.model.errors import CacheError, InvalidRequest, Unauthenticated, Unavailable
 from cachesvc.model.text import MOST_PORT
 from cachesvc.model.words import KEY_BYTES
-from cachesvc.peer.fleet import Answered, Borrowed, DigestNews, Done, HandshakeFailed, Loan, PeerAbsent, PeerRefused
+from cachesvc.peer.fleet import Answered, DigestNews, Done, HandshakeFailed, Loan, PeerAbsent, PeerRefused
 from cachesvc.peer.lender import Lender
 from cachesvc.peer.reading import STREAMS
 from cachesvc.service.access.admission import rude_options
@@ -26,6 +26,7 @@ from cachesvc.service.calls.lending import MOST_PATIENT, MOST_READERS, DigestFee
 from cachesvc.service.host.tls import NodeCertificates, add_port
 from cachesvc.service.rpc.edge import Context, refuse
 from cachesvc.storage.seam import LAYOUT_ID_BYTES, Part, Scope
+from cachesvc.storage.workers import nothing
 from cachesvc.telemetry import events
 from cachesvc.wire.parse import check_fields
 from cachesvc.wire.status import AUTHORIZATION_METADATA_KEY, BEARER, ERROR_METADATA_KEY
@@ -97,10 +98,11 @@ class PeerGuard(grpc.aio.ServerInterceptor):
 
 
 class PeerService(peer_pb2_grpc.PeerServiceServicer):
-    """Each call in some turns of the loop."""
+    """Serves other nodes on the ledger thread. ``epoch``: of this daemon's life."""
 
-    def __init__(self, desk: LendingDesk, lender: Lender, digests: DigestFeed) -> None:
+    def __init__(self, desk: LendingDesk, lender: Lender, digests: DigestFeed, epoch: int) -> None:
         self._desk = desk
+        self._epoch = epoch
         self._digests = digests
         self._lender = lender
 
@@ -117,10 +119,10 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         except CacheError as error:
             await refuse(context, error)
         if lent is None:
-            return peer_pb2.BorrowResponse(epoch=self._desk.epoch, computing_blocks=computing, is_given_up=is_given_up)
+            return peer_pb2.BorrowResponse(epoch=self._epoch, computing_blocks=computing, is_given_up=is_given_up)
         return peer_pb2.BorrowResponse(
             lease_id=lent.lease,
-            epoch=self._desk.epoch,
+            epoch=self._epoch,
             secret=lent.secret,
             data_port=self._lender.port,
             silence_limit_ms=int(self._desk.lease_seconds * 1000),
@@ -134,14 +136,14 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
             check_fields(request, request.ByteSize())
         except CacheError as error:
             await refuse(context, error)
-        is_ours, desk = request.epoch == self._desk.epoch, self._desk.desk
-        lost = [each for each in request.lease_ids if not is_ours or not desk.beat(each)]
+        is_ours = request.epoch == self._epoch
+        lost = [each for each in request.lease_ids if not is_ours or not self._desk.loans.beat(each)]
         return peer_pb2.BeatResponse(lost_lease_ids=lost)
 
     async def Return(self, request: peer_pb2.ReturnRequest, context: Context) -> peer_pb2.ReturnResponse:
         del context
-        if request.epoch == self._desk.epoch:
-            self._desk.give_back(request.lease_id)
+        if request.epoch == self._epoch:
+            self._desk.loans.give_back(request.lease_id)
         return peer_pb2.ReturnResponse()
 
     async def News(self, request: peer_pb2.NewsRequest, context: Context) -> peer_pb2.NewsResponse:
@@ -220,13 +222,8 @@ def _is_refusal(error: grpc.Call) -> bool:
     return ERROR_METADATA_KEY in names and error.code() is not grpc.StatusCode.UNAUTHENTICATED
 
 
-def _request(scope: Scope, keys: bytes, parts: Sequence[Part], patience: float) -> peer_pb2.BorrowRequest:
-    request = peer_pb2.BorrowRequest(
-        namespace=scope.namespace, layout_id=scope.layout, keys=keys, patience_ms=round(patience * 1000)
-    )
-    for part in parts:
-        request.parts.add(group=part.group, rank=part.rank, ranks=part.ranks)
-    return request
+def _news(answer: peer_pb2.NewsResponse) -> DigestNews:
+    return DigestNews(answer.epoch, answer.version, answer.bits, answer.flips)
 
 
 class GrpcControl:
@@ -237,7 +234,7 @@ class GrpcControl:
     to connect again, it fails every other call on that connection."""
 
     def __init__(self, address: str, files: PeerListening, tokens: PeerTokens | None, name: str = "") -> None:
-        self._address = address
+        self.address = address
         self._name = name
         self._options = (*_OPTIONS, *((("grpc.ssl_target_name_override", name),) if name else ()))
         self._tokens = tokens
@@ -254,46 +251,63 @@ class GrpcControl:
         self._is_closed = False
         self._lock = threading.Lock()
 
-    @property
-    def address(self) -> str:
-        return self._address
-
     def borrow_later(
         self, scope: Scope, keys: bytes, parts: Sequence[Part], patience: float, seconds: float, answered: Answered
     ) -> None:
-        request, objects = _request(scope, keys, parts, patience), len(keys) // KEY_BYTES * len(parts)
-        try:
-            asked = self.stub().Borrow.future(request, timeout=seconds, metadata=self._metadata())
-        except (grpc.RpcError, ValueError) as error:
-            raise self._failure(error) from error
-
-        def done(call: grpc.Future[peer_pb2.BorrowResponse]) -> None:
-            try:
-                said: Borrowed | CacheError = self._borrowed(call.result(), objects)
-            except (grpc.RpcError, grpc.FutureCancelledError, ValueError) as error:
-                said = self._failure(error)
-            answered(said)
-
-        asked.add_done_callback(done)
+        objects = len(keys) // KEY_BYTES * len(parts)
+        request = peer_pb2.BorrowRequest(
+            namespace=scope.namespace,
+            layout_id=scope.layout,
+            keys=keys,
+            parts=[peer_pb2.PeerPart(**part._asdict()) for part in parts],
+            patience_ms=round(patience * 1000),
+        )
+        self._ask(self.stub().Borrow, request, seconds, lambda answer: self._loan(answer, objects), answered)
 
     def news_later(
         self, epoch: int, version: int, patience: float, answered: Callable[[DigestNews | CacheError], None]
     ) -> None:
         request = peer_pb2.NewsRequest(epoch=epoch, version=version, patience_ms=round(patience * 1000))
-        try:
-            asked = self._beside().stub().News.future(request, timeout=2 * patience, metadata=self._metadata())
-        except (grpc.RpcError, ValueError) as error:
-            raise Unavailable(f"{self._address}: {error}") from error
+        self._ask(self._beside().stub().News, request, 2 * patience, _news, answered, self._unavailable)
 
-        def done(call: grpc.Future[peer_pb2.NewsResponse]) -> None:
+    def beat_later(self, loans: Sequence[Loan], seconds: float, done: Done) -> None:
+        epoch = loans[-1].epoch if loans else 0
+        leases = [loan.lease for loan in loans if loan.epoch == epoch]  # others ended with an older life of the peer
+        stub = self.stub() if leases else self._beside().stub()
+        self._ask(stub.Beat, peer_pb2.BeatRequest(lease_ids=leases, epoch=epoch), seconds, nothing, done)
+
+    def give_back_later(self, loan: Loan, seconds: float, done: Done) -> None:
+        request = peer_pb2.ReturnRequest(lease_id=loan.lease, epoch=loan.epoch)
+        self._ask(self.stub().Return, request, seconds, nothing, done)
+
+    def _ask(
+        self,
+        call: Any,
+        request: Any,
+        seconds: float,
+        read: Callable[[Any], Any],
+        answered: Callable[[Any], None],
+        failure: Callable[[Exception], CacheError] | None = None,
+    ) -> None:
+        """Begin a call. ``answered`` is called once, with what ``read`` makes of the answer, or the ``failure``."""
+        failure = failure or self._failure
+        try:
+            asked = call.future(request, timeout=seconds, metadata=self._metadata())
+        except (grpc.RpcError, ValueError) as error:
+            raise failure(error) from error
+
+        def done(call: grpc.Future[Any]) -> None:
             try:
-                answer = call.result()
-                said: DigestNews | CacheError = DigestNews(answer.epoch, answer.version, answer.bits, answer.flips)
+                said = read(call.result())
             except (grpc.RpcError, grpc.FutureCancelledError, ValueError) as error:
-                said = Unavailable(f"{self._address}: {error}")
+                said = failure(error)
             answered(said)
 
         asked.add_done_callback(done)
+
+    def _unavailable(self, error: Exception) -> CacheError:
+        """Failure of a question for news. Its cause is not looked for: probes do that."""
+        return Unavailable(f"{self.address}: {error}")
 
     def _beside(self) -> GrpcControl:
         with self._lock:
@@ -301,47 +315,25 @@ class GrpcControl:
             self._news = self._news or self._open_news()
             return self._news
 
-    def _borrowed(self, answer: peer_pb2.BorrowResponse, objects: int) -> Borrowed:
-        """Return the loan that answers a question for ``objects``. Raises ValueError for one of more."""
+    def _loan(self, answer: peer_pb2.BorrowResponse, objects: int) -> Loan:
+        """The loan that answers a question for ``objects``. Raises ValueError for one of more."""
         if not answer.lease_id:
-            return Borrowed(None, answer.epoch, answer.computing_blocks, answer.is_given_up)
+            return Loan(epoch=answer.epoch, computing=answer.computing_blocks, is_given_up=answer.is_given_up)
         if len(answer.lent) > objects or not 0 < answer.data_port <= MOST_PORT:
             raise ValueError(
                 f"it lends {len(answer.lent)} objects at port {answer.data_port}, and was asked for {objects}; see "
                 "that both nodes have one release"
             )
-        host = self._address.rpartition(":")[0].strip("[]")
-        lent = tuple(map(bool, answer.lent))
-        seconds = answer.silence_limit_ms / 1000
-        streams = max(1, answer.streams)
-        loan = Loan(answer.lease_id, answer.epoch, answer.secret, host, answer.data_port, seconds, lent, streams)
-        return Borrowed(loan, answer.epoch, answer.computing_blocks)
-
-    def beat_later(self, loans: Sequence[Loan], seconds: float, done: Done) -> None:
-        epoch = loans[-1].epoch if loans else 0
-        leases = [loan.lease for loan in loans if loan.epoch == epoch]  # others ended with an older life of the peer
-        stub = self.stub() if leases else self._beside().stub()
-        self._end_later(stub.Beat, peer_pb2.BeatRequest(lease_ids=leases, epoch=epoch), seconds, done)
-
-    def give_back_later(self, loan: Loan, seconds: float, done: Done) -> None:
-        request = peer_pb2.ReturnRequest(lease_id=loan.lease, epoch=loan.epoch)
-        self._end_later(self.stub().Return, request, seconds, done)
-
-    def _end_later(self, call: Any, request: Any, seconds: float, done: Done) -> None:
-        try:
-            asked = call.future(request, timeout=seconds, metadata=self._metadata())
-        except (grpc.RpcError, ValueError) as error:
-            raise self._failure(error) from error
-
-        def ended(call: grpc.Future[Any]) -> None:
-            problem: CacheError | None = None
-            try:
-                call.result()
-            except (grpc.RpcError, grpc.FutureCancelledError, ValueError) as error:
-                problem = self._failure(error)
-            done(problem)
-
-        asked.add_done_callback(ended)
+        return Loan(
+            lease=answer.lease_id,
+            epoch=answer.epoch,
+            secret=answer.secret,
+            host=self.address.rpartition(":")[0].strip("[]"),
+            port=answer.data_port,
+            lent=tuple(map(bool, answer.lent)),
+            streams=max(1, answer.streams),
+            computing=answer.computing_blocks,
+        )
 
     def close(self) -> None:
         with self._lock:
@@ -374,12 +366,12 @@ class GrpcControl:
 
     def _require_open(self) -> None:
         if self._is_closed:
-            raise Unavailable(f"{self._address}: the connection was closed")
+            raise Unavailable(f"{self.address}: the connection was closed")
 
     def _open(self, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
         if credentials is None:
-            return grpc.insecure_channel(self._address, options=self._options)
-        return grpc.secure_channel(self._address, credentials, options=self._options)
+            return grpc.insecure_channel(self.address, options=self._options)
+        return grpc.secure_channel(self.address, credentials, options=self._options)
 
     def _failure(self, error: Exception) -> Unavailable:
         code = error.code() if isinstance(error, grpc.Call) else None
@@ -387,12 +379,12 @@ class GrpcControl:
             with self._lock:
                 is_due = time.monotonic() >= self._probe_at
                 self._probe_at = time.monotonic() + PROBE_PAUSE_SECONDS if is_due else self._probe_at
-            if is_due and (why := self._certificates.why_refused(self._address, PROBE_SECONDS, self._name)):
-                return HandshakeFailed(f"{self._address}: the TLS handshake fails: {why}")
+            if is_due and (why := self._certificates.why_refused(self.address, PROBE_SECONDS, self._name)):
+                return HandshakeFailed(f"{self.address}: the TLS handshake fails: {why}")
         said = error.details() if isinstance(error, grpc.Call) else str(error)
         if isinstance(error, grpc.Call) and _is_refusal(error):
-            refused = PeerRefused(f"{self._address}: {said}")
+            refused = PeerRefused(f"{self.address}: {said}")
             refused.is_full = code in _FULL
             return refused
         kind = PeerAbsent if code is grpc.StatusCode.UNAVAILABLE else Unavailable
-        return kind(f"{self._address}: {code.name if code is not None else 'closed'}: {said}")
+        return kind(f"{self.address}: {code.name if code is not None else 'closed'}: {said}")

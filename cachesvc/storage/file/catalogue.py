@@ -67,7 +67,11 @@ class FoundObjects:
 
 class Catalogue:
     """``size_bytes`` of all objects. Those that are being read, or are held, are not given out for eviction, nor are
-    those whose parent is unknown (``unlinked``). ``clock``: ms."""
+    those whose parent is unknown (``unlinked``). ``labels``: of scopes. ``clock``: ms.
+
+    Leaves, blocks of which no descendant is on disk, are filed in a heap of rank and row for each scope and class. A
+    use costs nothing there: ranks only rise, so an entry that is out of date comes up too early and is filed anew then.
+    Every leaf has one valid entry: the one in ``_filed``."""
 
     def __init__(self, rank: Rank = oldest_first, clock: Callable[[], int] = lambda: 0) -> None:
         self.size_bytes = 0
@@ -78,12 +82,13 @@ class Catalogue:
         self._scopes: list[Scope] = []
         self._numbers: dict[Scope, int] = {}
         self._kept: dict[Scope, Kept] = {}
-        self._labels: dict[Scope, str] = {}
+        self.labels: dict[Scope, str] = {}
         self._choosers: dict[int, Chooser] = {}
         self._busy: Counter[bytes] = Counter()
         self._lock = threading.Lock()
         self._tree = BlockTree()
-        self._leaves = Leaves(self._tree, self._is_free, self._rank_of)
+        self._heaps: dict[tuple[int, int], list[int]] = {}
+        self._filed: dict[int, int] = {}
 
     def __len__(self) -> int:
         return self._objects
@@ -104,11 +109,7 @@ class Catalogue:
             if row != NO_ROW and self._tree.has(row, part):
                 size_bytes = self._tree.drop(row, part)
                 self._tree.put(row, part | ASIDE, size_bytes, self._tree.used[row])
-                self._leaves.file(row)
-
-    @property
-    def labels(self) -> dict[Scope, str]:
-        return dict(self._labels)
+                self._file(row)
 
     @property
     def unlinked(self) -> int:
@@ -165,7 +166,7 @@ class Catalogue:
             if row == NO_ROW:
                 return NO_ROW
             self._tree.link(row, self._numbers[name.scope], parent)
-            self._leaves.file(row)
+            self._file(row)
             return self._tree.parent[row]
 
     def demote_detached(self) -> None:
@@ -173,8 +174,8 @@ class Catalogue:
         with self._lock:
             for row in self._tree.detached():
                 self._tree.used[row] = 0
-                self._leaves.forget(row)
-                self._leaves.file(row)
+                self._filed.pop(row, None)
+                self._file(row)
 
     def drop(self, name: ObjectName) -> bool:
         """An object is not there any more. False where it was not known."""
@@ -229,7 +230,7 @@ class Catalogue:
             if not self._busy[key]:
                 del self._busy[key]
                 if (row := self._tree.rows.get(key, NO_ROW)) != NO_ROW:
-                    self._leaves.file(row)
+                    self._file(row)
 
     def take_oldest(self, most: int, until_bytes: int, before: int | None = None) -> list[Entry]:
         """Take out objects of leaf blocks in the order of eviction, some ``most`` of them and until ``until_bytes`` are
@@ -247,7 +248,7 @@ class Catalogue:
                 if above != NO_ROW and self._is_free(above) and self._tree.used[above] < (before or 0):
                     expired.append(above)
             while len(victims) < most and self.size_bytes > until_bytes:
-                chosen = self._leaves.next(self._choosers, self._clock())
+                chosen = self._next_leaf()
                 if chosen is None:
                     break
                 victims += self._take(chosen)
@@ -266,19 +267,13 @@ class Catalogue:
             mine = [row for row in rows if number is None or self._tree.scope[row] == number]
             return [entry.name for row in mine for entry in self._entries(row)]
 
-    def clear(self) -> list[ObjectName]:
-        names = self.names()
+    def clear(self) -> None:
         with self._lock:
             self._tree = BlockTree()
-            self._leaves = Leaves(self._tree, self._is_free, self._rank_of)
+            self._heaps, self._filed = {}, {}
             self.size_bytes = self._objects = 0
             for kept in self._kept.values():
                 kept.objects = kept.size_bytes = 0
-        return names
-
-    def describe(self, scope: Scope, label: str) -> None:
-        """Set the label of a scope. Takes no lock."""
-        self._labels[scope] = label
 
     def status(self, now: int) -> StoreStatus:
         with self._lock:
@@ -287,11 +282,60 @@ class Catalogue:
                 span = self._tree.span(self._numbers[scope]) if kept.objects else None
                 if span is not None:
                     oldest, newest = (max(0, now - used) / 1000 for used in span)
-                    label = self._labels.get(scope, "")
+                    label = self.labels.get(scope, "")
                     out.scopes[scope] = Kept(label, kept.objects, kept.size_bytes, oldest, newest)
         return out
 
     # -- under the lock --------------------------------------------------------------------------------------------
+
+    def _file(self, row: int) -> None:
+        """A row may be a leaf now. No-op where it is none, or is filed under its rank or a lower one."""
+        if not self._is_free(row):
+            return
+        entry = self._rank_of(row) << ROW_BITS | row
+        if self._filed.get(row, entry + 1) > entry:
+            self._filed[row] = entry
+            group = self._tree.scope[row], self._tree.queue[row]
+            heapq.heappush(self._heaps.setdefault(group, []), entry)
+
+    def _next_leaf(self) -> int | None:
+        """Take out the leaf that goes next; None where there is none."""
+        heads: dict[int, list[tuple[int, tuple[int, int]]]] = {}
+        for group in list(self._heaps):
+            head = self._head(group)
+            if head is None:
+                del self._heaps[group]
+            else:
+                heads.setdefault(group[0], []).append((head, group))
+        if not heads:
+            return None
+        scope = min(heads, key=lambda each: min(heads[each]))
+        of_scope = sorted(heads[scope])
+        at = 0
+        if len(of_scope) > 1 and (chooser := self._choosers.get(scope)) is not None:
+            now, used = self._clock(), self._tree.used
+            ages = [max(0, now - used[head & ROW_MASK]) / 1000 for head, _ in of_scope]
+            at = chooser.choose([queue for _, (_, queue) in of_scope], ages)
+        head, group = of_scope[at]
+        heapq.heappop(self._heaps[group])
+        del self._filed[head & ROW_MASK]
+        return head & ROW_MASK
+
+    def _head(self, group: tuple[int, int]) -> int | None:
+        """The lowest valid entry of a group, its rank up to date."""
+        heap = self._heaps[group]
+        while heap:
+            entry = heap[0]
+            row = entry & ROW_MASK
+            is_valid = self._filed.get(row) == entry
+            is_of_group = (self._tree.scope[row], self._tree.queue[row]) == group
+            if is_valid and is_of_group and self._is_free(row) and entry == (self._rank_of(row) << ROW_BITS | row):
+                return entry
+            heapq.heappop(heap)
+            if is_valid:
+                del self._filed[row]
+                self._file(row)  # under the rank and in the group that it has by now
+        return None
 
     def _rank_of(self, row: int) -> int:
         depth = self._tree.depth(row) if self._uses_depth else 0
@@ -314,7 +358,7 @@ class Catalogue:
         if parent is not None:
             self._tree.link(row, number, parent)
         self._count(name.scope, 1, size_bytes)
-        self._leaves.file(row)
+        self._file(row)
 
     def _take(self, row: int) -> list[Entry]:
         entries = list(self._entries(row))
@@ -336,9 +380,9 @@ class Catalogue:
     def _tidy(self, row: int) -> None:
         last = NO_ROW
         for last in self._tree.tidy(row):
-            self._leaves.forget(last)
+            self._filed.pop(last, None)
         if last != NO_ROW:
-            self._leaves.file(last)
+            self._file(last)
 
     def _part_of(self, row: int, name: ObjectName) -> int | None:
         """The part of a row that an object is, set aside or not; None where it is not there."""
@@ -378,6 +422,8 @@ def _unpacked(part: int) -> Part:
 # a parent inherits it when a block below it goes.
 
 NO_ROW = -1
+ROW_BITS = 32
+ROW_MASK = (1 << ROW_BITS) - 1
 SCOPE_BYTES = 4
 NO_PART = (1 << 48) - 1
 """Part of a row without objects: no object has this one."""
@@ -419,10 +465,6 @@ class BlockTree:
         if self.parts[row] == NO_PART:
             return []
         return [(self.parts[row], self.sizes[row]), *self.more.get(row, {}).items()]
-
-    def group(self, row: int) -> Group:
-        """Group of leaves that the row is of."""
-        return Group(self.scope[row], self.queue[row])
 
     def depth(self, row: int) -> int:
         """Number of known blocks above a row."""
@@ -548,86 +590,3 @@ class BlockTree:
 
 def key_of(scope: int, key: bytes) -> bytes:
     return scope.to_bytes(SCOPE_BYTES, "big") + key
-
-
-# Leaf blocks in the order of eviction: blocks of which no descendant is on disk.
-#
-# A use costs nothing here. Ranks only rise, so an entry that is out of date comes up too early and is filed anew then.
-# Every leaf has one valid entry: the one in ``_filed``.
-
-ROW_BITS = 32
-ROW_MASK = (1 << ROW_BITS) - 1
-
-
-class Group(NamedTuple):
-    """Leaves that go in one order: those of a scope, by the class that the policy has put them in."""
-
-    scope: int
-    queue: int
-
-
-class Leaves:
-    """``is_leaf`` and ``rank``: of a row of the tree."""
-
-    def __init__(self, tree: BlockTree, is_leaf: Callable[[int], bool], rank: Callable[[int], int]) -> None:
-        self._tree = tree
-        self._is_leaf = is_leaf
-        self._rank = rank
-        self._heaps: dict[Group, list[int]] = {}
-        self._filed: dict[int, int] = {}
-
-    def file(self, row: int) -> None:
-        """A row may be a leaf now. No-op where it is none, or is filed under its rank or a lower one."""
-        if not self._is_leaf(row):
-            return
-        entry = self._rank(row) << ROW_BITS | row
-        if self._filed.get(row, entry + 1) <= entry:
-            return
-        self._filed[row] = entry
-        heapq.heappush(self._heaps.setdefault(self._tree.group(row), []), entry)
-
-    def forget(self, row: int) -> None:
-        """A row changes its meaning, or is no leaf. Idempotent."""
-        self._filed.pop(row, None)
-
-    def next(self, choosers: dict[int, Chooser], now: int) -> int | None:
-        """Take out the leaf that goes next; None where there is none. ``choosers``: by scope. ``now``: ms."""
-        heads: dict[int, list[tuple[int, Group]]] = {}
-        for group in list(self._heaps):
-            head = self._head(group)
-            if head is None:
-                del self._heaps[group]
-            else:
-                heads.setdefault(group.scope, []).append((head, group))
-        if not heads:
-            return None
-        scope = min(heads, key=lambda each: min(heads[each]))
-        of_scope = sorted(heads[scope])
-        at = 0
-        if len(of_scope) > 1 and (chooser := choosers.get(scope)) is not None:
-            ages = [max(0, now - self._tree.used[head & ROW_MASK]) / 1000 for head, _ in of_scope]
-            at = chooser.choose([group.queue for _, group in of_scope], ages)
-        head, group = of_scope[at]
-        heapq.heappop(self._heaps[group])
-        row = head & ROW_MASK
-        del self._filed[row]
-        return row
-
-    def _head(self, group: Group) -> int | None:
-        """The lowest valid entry of a group, its rank up to date."""
-        heap = self._heaps[group]
-        while heap:
-            entry = heap[0]
-            row = entry & ROW_MASK
-            if self._filed.get(row) == entry:
-                if not self._is_leaf(row):
-                    del self._filed[row]
-                elif entry == (self._rank(row) << ROW_BITS | row) and self._tree.group(row) == group:
-                    return entry
-                else:
-                    del self._filed[row]
-                    heapq.heappop(heap)
-                    self.file(row)
-                    continue
-            heapq.heappop(heap)
-        return None

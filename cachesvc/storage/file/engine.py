@@ -8,12 +8,15 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
-from cachesvc.storage.file.catalogue import Catalogue, Entry
+from cachesvc.memory.extents import yield_to_callers
+from cachesvc.model.errors import InvalidRequest
+from cachesvc.model.text import one_line
+from cachesvc.storage.file.catalogue import NO_ROW, Catalogue, Entry, FoundObjects
 from cachesvc.storage.file.disk import ALIGN_BYTES, Condition, Disk, FolderClock, Moments, Mover, padded
 from cachesvc.storage.file.folder import Folder
-from cachesvc.storage.file.keeper import FileOptions, Keeper, set_used
 from cachesvc.storage.file.space import Room, Space, allocated_bytes, object_path
 from cachesvc.storage.objects import HEADER_BYTES, is_newer, parent_in
 from cachesvc.storage.seam import (
@@ -39,18 +42,29 @@ from cachesvc.storage.seam import (
     no_step,
     oldest_first,
 )
-from cachesvc.storage.workers import CLOSE_SECONDS, Job, UnderWay, Workers
+from cachesvc.storage.spec import StorageSpec, count_option, option, seconds_option, size_option
+from cachesvc.storage.workers import CLOSE_SECONDS, Job, UnderWay, Workers, jobs_of
 from cachesvc.telemetry import events
 
 PARENT_END = 120
 LOOK_SECONDS = 1.0
 """Time that a start waits for the disk to answer, seconds; where it does not, the daemon serves from memory."""
+AWAY_SECONDS = 1.0
+"""Interval between two looks at a folder that takes no writes, or is gone, seconds."""
+SAVED_A_ROUND = 4096
+"""Blocks whose last use is written to their files in one round: some 20 ms."""
+HUNG_SECONDS = 10.0
+"""Time without an answer of the disk after which it is said to hang, seconds."""
 SCAN_SECONDS = 0.25
 """Time that a start waits for the scan of a folder, seconds: of a small one all is known then."""
 
 
 class FileStorage(StorageBackend):
-    """The engine. ``clock``: monotonic seconds, for deadlines."""
+    """The engine. ``clock``: monotonic seconds, for deadlines.
+
+    A thread of its own looks after the folder: it finds what is there, keeps uses over restarts, evicts, and sees it
+    return. ``_looked``: set once the disk has answered for the first time, ``_counted``: once the bytes of what was
+    there are known, ``_found``: once all of it is. ``_asked``: since when the disk has not answered."""
 
     kind = "file"
 
@@ -72,7 +86,11 @@ class FileStorage(StorageBackend):
         self._space = Space(self._catalogue, self._folder.objects, options.capacity, options.floor, clock)
         self._readers = Workers("storage-read", options.readers, Mover, clock)
         self._writers = Workers("storage-write", options.writers, Mover, clock)
-        self._keeper = Keeper(options, self._folder, self._disk, self._catalogue, self._space, self._age)
+        self._looked, self._counted, self._found = threading.Event(), threading.Event(), threading.Event()
+        self._asked: float | None = None
+        self._save_until = 0.0
+        self._stopping, self._due = threading.Event(), threading.Event()
+        self._keeper = threading.Thread(target=self._look_after, name="storage-keeper", daemon=True)
         self._under_way = UnderWay[tuple[Scope, bytes]]()
         self._is_open = True
         self._troubles = Troubles(clock)
@@ -83,11 +101,11 @@ class FileStorage(StorageBackend):
         self._readers.start()
         self._writers.start()
         self._keeper.start()
-        if self._keeper.looked.wait(LOOK_SECONDS) and self._disk.condition is not Condition.GONE:
-            self._keeper.found.wait(SCAN_SECONDS)
+        if self._looked.wait(LOOK_SECONDS) and self._disk.condition is not Condition.GONE:
+            self._found.wait(SCAN_SECONDS)
 
     def describe(self, scope: Scope, label: str) -> None:
-        self._catalogue.describe(scope, label)
+        self._catalogue.labels[scope] = label
         self._writers.add([Job(lambda _: self._describe(scope, label))])
 
     def watch(self, gone: Gone) -> None:
@@ -99,7 +117,7 @@ class FileStorage(StorageBackend):
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
         """Expect what was found; None until the folder was read whole."""
-        return self._catalogue.expects(scope, keys, parts) if self._keeper.counted.is_set() else None
+        return self._catalogue.expects(scope, keys, parts) if self._counted.is_set() else None
 
     def exists(self, names: Sequence[ObjectName], deadline: float, found: Found) -> None:
         asked = list(names)
@@ -109,20 +127,10 @@ class FileStorage(StorageBackend):
 
     def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
         """Read in the order of ``items``, as many at a time as there are readers."""
-        self._readers.add(
-            [
-                Job(partial(self._read, index, item, each), partial(each, index, Outcome.BUSY), deadline)
-                for index, item in enumerate(items)
-            ]
-        )
+        self._readers.add(jobs_of(items, deadline, each, self._read))
 
     def put(self, items: Sequence[Item], deadline: float, each: Each) -> None:
-        self._writers.add(
-            [
-                Job(partial(self._write, index, item, each), partial(each, index, Outcome.BUSY), deadline)
-                for index, item in enumerate(items)
-            ]
-        )
+        self._writers.add(jobs_of(items, deadline, each, self._write))
 
     def remove(self, names: Sequence[ObjectName]) -> None:
         """Remove at once, on the caller's thread: a file is some 20 us. Nothing is removed once it is closed: who
@@ -170,7 +178,7 @@ class FileStorage(StorageBackend):
                 self._catalogue.drop(name)
                 continue
             except OSError as error:
-                self._note_unread(error)
+                self._troubles.note("read", error)
                 found.unreadable += 1
                 continue
             if not found.note(verdict, size_bytes):
@@ -193,8 +201,8 @@ class FileStorage(StorageBackend):
         status = self._catalogue.status(self._age.now_ms())
         status.capacity_bytes = self._options.capacity
         status.evicted_objects = self._space.evicted_objects
-        status.is_complete = self._keeper.found.is_set()
-        status.stuck_objects, status.stuck_bytes = len(self._space.stuck), self._space.stuck.all_bytes
+        status.is_complete = self._found.is_set()
+        status.stuck_objects, status.stuck_bytes = len(self._space.stuck), self._space.stuck_bytes
         status.problem = self._problem()
         status.errors, status.last_error = self._troubles.count, self._troubles.last
         return status
@@ -207,14 +215,20 @@ class FileStorage(StorageBackend):
             self._options.capacity,
             space.evicted_objects,
             self._problem(),
-            disk.condition is not Condition.GONE and not self._keeper.hung_seconds,
+            disk.condition is not Condition.GONE and not self._hung_seconds(),
             disk.losses,
             len(space.stuck),
         )
 
+    def _hung_seconds(self) -> float:
+        """Time for which the disk has not answered, seconds; 0 where that is not long."""
+        asked = self._asked
+        seconds = 0.0 if asked is None else time.monotonic() - asked
+        return seconds if seconds >= HUNG_SECONDS else 0.0
+
     def _problem(self) -> str:
         floor = f"the disk of {self._options.root} is full: less than floor={self._options.floor} bytes would be left"
-        hung = self._keeper.hung_seconds
+        hung = self._hung_seconds()
         if hung:
             return f"the disk of {self._options.root} has not answered for {hung:.0f} s"
         return self._disk.problem or (floor if self._space.lacks_floor else "")
@@ -224,7 +238,11 @@ class FileStorage(StorageBackend):
         self._is_open = False
         self._readers.close()
         self._writers.close()
-        self._keeper.close()
+        self._save_until = time.monotonic() + CLOSE_SECONDS
+        self._stopping.set()
+        self._due.set()
+        if self._keeper.is_alive():
+            self._keeper.join(CLOSE_SECONDS)
         releaser = threading.Thread(target=self._release, name="storage-release", daemon=True)
         releaser.start()
         releaser.join(CLOSE_SECONDS)
@@ -236,7 +254,7 @@ class FileStorage(StorageBackend):
 
     def join_scan(self) -> None:
         """Wait until what was there at the start is known."""
-        self._keeper.found.wait()
+        self._found.wait()
 
     def _release(self) -> None:
         """Root of a thread: it removes files, and may hang in the filesystem as others do."""
@@ -252,22 +270,18 @@ class FileStorage(StorageBackend):
             return  # the keeper does it once the folder is claimed
         self._folder.keep_label(scope, label)
 
-    def _read(self, index: int, item: Item, each: Each, mover: Mover) -> None:
+    def _read(self, item: Item, mover: Mover) -> Outcome:
         self._catalogue.hold(item.name)
         try:
             outcome = self._read_file(item, mover)
         except OSError as error:
-            self._note_unread(error)
+            self._troubles.note("read", error)
             outcome = Outcome.FAILED
         finally:
             self._catalogue.let_go(item.name)
         if outcome is not Outcome.OK and outcome is not Outcome.FAILED:
             self._catalogue.drop(item.name)
-        each(index, outcome)
-
-    def _note_unread(self, error: OSError) -> None:
-        if objects := self._troubles.note("read", str(error)):
-            events.event("storage_read_failed", reason=str(error), objects=objects)
+        return outcome
 
     def _read_file(self, item: Item, mover: Mover) -> Outcome:
         path = object_path(self._folder.objects, item.name)
@@ -303,10 +317,10 @@ class FileStorage(StorageBackend):
         """False where the folder itself is gone; the keeper looks after it then."""
         is_there = os.path.isdir(self._folder.objects)
         if not is_there:
-            self._keeper.hurry()
+            self._due.set()
         return is_there
 
-    def _write(self, index: int, item: Item, each: Each, mover: Mover) -> None:
+    def _write(self, item: Item, mover: Mover) -> Outcome:
         room: Room | None = None
         outcome = Outcome.FAILED if self._disk.condition is Condition.GONE else Outcome.BUSY
         size_bytes = padded(len(item.head)) + padded(item.payload_bytes)
@@ -315,7 +329,7 @@ class FileStorage(StorageBackend):
                 outcome = Outcome.OK
             elif self._catalogue.is_aside(item.name) and not self._folder.is_alone():
                 outcome = Outcome.BUSY  # a newer release's, which may be in use beside this one
-            elif self._disk.takes_writes and self._keeper.counted.is_set():
+            elif self._disk.takes_writes and self._counted.is_set():
                 with self._under_way.noted((item.name.scope, item.name.key)):
                     room = self._space.take(size_bytes)
                     if room is not None:
@@ -327,13 +341,12 @@ class FileStorage(StorageBackend):
         finally:
             if room is not None:
                 self._space.give_back(room)
-        each(index, outcome)
+        return outcome
 
     def _failed(self, error: OSError) -> Outcome:
-        if objects := self._troubles.note("write", str(error)):
-            events.event("storage_write_failed", reason=str(error), objects=objects)
+        self._troubles.note("write", error)
         if not self._folder.is_claimed:
-            self._keeper.hurry()
+            self._due.set()
         return Outcome.FAILED
 
     def _write_file(self, item: Item, room: Room, mover: Mover, size_bytes: int) -> None:
@@ -362,7 +375,192 @@ class FileStorage(StorageBackend):
             raise
         self._space.placed(room, path, size_bytes, Entry(item.name, allocated, now, item.parent))
 
+    # -- on the keeper's thread ------------------------------------------------------------------------------------
+
+    def _look_after(self) -> None:
+        yield_to_callers()
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            self._answered()
+            try:
+                self._round()
+            except Exception:  # noqa: BLE001 - the root of a thread: the next round may be better
+                events.failure("storage_scan_broke")
+            self._asked = None
+            pause = max(self._options.rescan, 20 * (time.monotonic() - began))
+            self._due.wait(pause if self._disk.condition is Condition.WRITABLE else min(pause, AWAY_SECONDS))
+            self._due.clear()
+        while self._disk.condition is Condition.WRITABLE and self._save() and time.monotonic() < self._save_until:
+            pass
+
+    def _round(self) -> None:
+        is_another = self._disk.look()
+        if is_another:
+            self._find_anew()
+        self._looked.set()
+        if self._disk.condition is Condition.GONE:
+            if self._counted.is_set():
+                self._lose()
+            return
+        self._scan()
+        self._counted.set()
+        self._read_headers()
+        if self._disk.condition is Condition.WRITABLE:
+            self._save()
+            self._shrink()
+        self._found.set()
+
+    def _answered(self) -> None:
+        """The disk is asked for something now, and has answered what it was asked for before."""
+        self._asked = time.monotonic()
+
+    def _find_anew(self) -> None:
+        """The folder is another one, or is back."""
+        self._lose()
+        self._space.mine = self._folder.mine
+        self._age.load(self._folder.clock)
+        if self._disk.condition is Condition.WRITABLE:
+            for scope, label in dict(self._catalogue.labels).items():
+                self._folder.keep_label(scope, label)
+
+    def _lose(self) -> None:
+        """Nothing that is known of the folder counts."""
+        self._found.clear()
+        self._counted.clear()
+        self._space.lose()
+        self._catalogue.clear()
+
+    def _scan(self) -> None:
+        """Look through folders in which something has changed: all of them at first."""
+        is_first = not self._counted.is_set()
+        if not is_first and self._folder.is_alone():
+            self._space.others_bytes = 0
+            return
+        if self._disk.condition is Condition.WRITABLE:
+            self._folder.clear_dead()
+        others_bytes = 0
+        for path, size_bytes, is_dead in self._folder.others_files():
+            if is_dead:
+                self._space.discard(path, size_bytes)
+            else:
+                others_bytes += size_bytes
+        self._space.others_bytes = others_bytes
+        for scope, label in self._folder.labels().items():
+            if label:
+                self._catalogue.labels[scope] = label
+        found = FoundObjects()
+        for scope, path in self._folder.changed(anew=is_first):
+            if self._stopping.is_set():
+                return
+            try:
+                entries = self._folder.look(scope, path, self._answered)
+            except OSError as error:
+                events.warning("storage_folder_unread", folder=path, reason=str(error))
+                continue
+            found.add(entries)
+        # What another daemon removed stays known until it is asked for, or evicted. Of times that are out of bounds the
+        # order counts.
+        self._catalogue.add_all(each._replace(used=self._age.bounded(each.used)) for each in found.in_order())
+
+    def _read_headers(self) -> None:
+        """Find the parents of what was found: eviction is leaf-first after a restart, too. The last used blocks are
+        read first, each with all above it: so what is known at any moment are ends of paths, and these can go while the
+        rest is read."""
+        rows = self._catalogue.unlinked_rows()
+        if not rows:
+            return
+        while rows:
+            row = rows.pop()
+            while row != NO_ROW and (name := self._catalogue.unlinked_at(row)) is not None:
+                if self._stopping.is_set():
+                    return
+                self._answered()
+                row = self._link(name)
+        self._catalogue.demote_detached()
+
+    def _link(self, name: ObjectName) -> int:
+        header = self._header_of(object_path(self._folder.objects, name))
+        if is_newer(header):
+            self._catalogue.set_aside(name)
+        return self._catalogue.link(name, parent_in(header, name.key) or b"")
+
+    @staticmethod
+    def _header_of(path: str) -> bytes:
+        """A file's header; empty where it cannot be read."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            return b""
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+            return os.pread(fd, HEADER_BYTES, 0)
+        except OSError:
+            return b""
+        finally:
+            os.close(fd)
+
+    def _shrink(self) -> None:
+        ttl_ms = int(self._options.ttl * 1000)
+        before = self._age.now_ms() - ttl_ms if ttl_ms else None
+        while not self._stopping.is_set() and self._space.shrink(before):
+            self._answered()
+
+    def _save(self) -> int:
+        """Write last uses to files' times, and the time itself: one write for many uses. Returns how many were
+        written."""
+        self._age.save(self._folder.clock, self._folder.mine / "clock")
+        unsaved = self._catalogue.take_unsaved(SAVED_A_ROUND)
+        for entry in unsaved:
+            set_used(object_path(self._folder.objects, entry.name), entry.used)
+        return len(unsaved)
+
 
 PARENT_SECONDS = 5.0
 """Longest wait for the block above to be written, seconds. It becomes an object first, so that a kill leaves no path
 without its beginning; but two callers that name each other's block as the one above may not hold threads."""
+
+
+def set_used(file: str | int, used_ms: int) -> None:
+    """Set a file's times to its last use."""
+    try:
+        os.utime(file, ns=(used_ms * 1_000_000, used_ms * 1_000_000))
+    except OSError:  # it is gone, or mounted for reading: the order of eviction is a little off after a restart
+        return
+
+
+MIN_CAPACITY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class FileOptions:
+    """``capacity``: bytes of all objects, of all daemons on the folder. ``floor``: bytes that are left free on the
+    filesystem. ``ttl``: seconds without use after which objects go; 0: never. ``readers``, ``writers``: threads.
+    ``rescan``: seconds between looks for what other daemons have done. ``direct``: 1 goes around the page cache where
+    the filesystem lets us, 0 does not."""
+
+    root: str
+    capacity: int = option(size_option, 0)
+    floor: int = option(size_option, 1 << 30)
+    ttl: float = option(seconds_option, 0.0)
+    readers: int = option(count_option, 4)
+    writers: int = option(count_option, 2)
+    rescan: float = option(seconds_option, 10.0)
+    direct: int = option(count_option, 1)
+
+
+def file_options(spec: StorageSpec) -> FileOptions:
+    """Parse the options. Raises InvalidRequest."""
+    made = spec.read_options(FileOptions, root=spec.where)
+    if not spec.where.startswith("/") or "\0" in spec.where:
+        raise InvalidRequest(
+            f"storage: file:{one_line(spec.where)} is not an absolute path, such as file:/var/cache/cachesvc"
+        )
+    if "capacity" not in spec.options:
+        raise InvalidRequest("storage: file needs capacity=SIZE, what all objects may take, such as capacity=200GiB")
+    if made.capacity < MIN_CAPACITY_BYTES:
+        raise InvalidRequest(f"storage: capacity must be at least {MIN_CAPACITY_BYTES} (1 MiB), got {made.capacity}")
+    if not 1 <= made.readers <= 64 or not 1 <= made.writers <= 64 or made.direct not in (0, 1):
+        raise InvalidRequest("storage: readers and writers are 1 to 64 threads, and direct is 0 or 1")
+    if made.rescan <= 0:
+        raise InvalidRequest("storage: rescan must be more than 0 seconds")
+    return made

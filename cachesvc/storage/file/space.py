@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from cachesvc.model.words import KEY_BYTES
 from cachesvc.storage.file.catalogue import Catalogue, Entry
-from cachesvc.storage.seam import LAYOUT_ID_BYTES, Gone, ObjectName, Part, Scope
+from cachesvc.storage.seam import LAYOUT_ID_BYTES, BackOff, Gone, ObjectName, Part, Scope
 from cachesvc.storage.workers import nothing
 from cachesvc.telemetry import events
 
@@ -41,10 +41,27 @@ class Room(NamedTuple):
     spare: str | None
 
 
+FIRST_PAUSE_SECONDS = 1.0
+LONGEST_PAUSE_SECONDS = 600.0
+WARN_SECONDS = 60.0
+"""Interval between two warnings, seconds."""
+TRIED_AT_ONCE = 64
+
+
+@dataclass(slots=True)
+class Stuck:
+    """``entry``: an object that is still there, and still a hit; None for what is no object."""
+
+    size_bytes: int
+    entry: Entry | None
+    back_off: BackOff
+
+
 class Space:
     """Room in ``objects``; what is evicted lies in ``mine`` until it is written over. ``gone``: called with objects
-    that were evicted. ``lacks_floor``: the filesystem had less left than it must keep. ``others_bytes``: of files of
-    other daemons on the folder that are no objects. Any thread of the engine's."""
+    that were evicted. ``stuck``: files that cannot be removed, by path. ``lacks_floor``: the filesystem had less left
+    than it must keep. ``others_bytes``: of files of other daemons on the folder that are no objects. Any thread of the
+    engine's."""
 
     def __init__(
         self,
@@ -60,7 +77,10 @@ class Space:
         self.others_bytes = 0
         self.gone: Gone = nothing
         self.lacks_floor = False
-        self.stuck = StuckFiles(clock)
+        self.stuck: dict[str, Stuck] = {}
+        self._clock = clock
+        self._warn_at = 0.0
+        self._stuck_bytes = 0  # of those that are no objects: the catalogue counts the others
         self._catalogue = catalogue
         self._objects = objects
         self._floor = floor
@@ -76,8 +96,13 @@ class Space:
     def used_bytes(self) -> int:
         """Bytes of objects, of objects to come, of files to be written over, and of those that cannot be removed;
         other daemons' too."""
-        mine = self._catalogue.size_bytes + self._reserved + self._spare_bytes + self.stuck.size_bytes
+        mine = self._catalogue.size_bytes + self._reserved + self._spare_bytes + self._stuck_bytes
         return mine + self.others_bytes
+
+    @property
+    def stuck_bytes(self) -> int:
+        """Bytes of all files that cannot be removed, objects too."""
+        return sum(each.size_bytes for each in self.stuck.copy().values())
 
     def take(self, size_bytes: int) -> Room | None:
         """Room for a file of that length, evicting where need be; None where there is none. Ends by ``placed`` or
@@ -107,7 +132,7 @@ class Space:
         as it takes here."""
         with self._lock:
             self._reserved -= room.size_bytes
-            self.stuck.replaced(path)
+            self._free(path)  # another file has taken its place
             self._catalogue.add(*entry)
             if entry.size_bytes != length:
                 self._allocated[length] = entry.size_bytes
@@ -120,13 +145,13 @@ class Space:
     def discard(self, path: str, size_bytes: int) -> None:
         """Remove a file that is no object, or none any more; where it stays, it counts."""
         with self._lock:
-            self.stuck.remove(path, size_bytes)
+            self._unlink(path, size_bytes)
 
     def forget(self, name: ObjectName) -> None:
         path = object_path(self._objects, name)
         with self._lock:
             size_bytes = size_of(path) if self._catalogue.drop(name) or os.path.lexists(path) else 0
-            self.stuck.remove(path, size_bytes)
+            self._unlink(path, size_bytes)
 
     def shrink(self, before: int | None) -> int:
         """Remove a batch of objects not used since ``before`` (ms of the folder's clock), and more where the capacity
@@ -147,7 +172,8 @@ class Space:
         with self._lock:
             self._spares.clear()
             self._spare_bytes = 0
-            for each in self.stuck.forget():
+            stuck, self.stuck, self._stuck_bytes = self.stuck, {}, 0
+            for each in stuck.values():
                 if each.entry is not None:
                     self._catalogue.let_go(each.entry.name)
 
@@ -184,14 +210,55 @@ class Space:
         return len(entries)
 
     def _retry(self, *, is_short: bool) -> int:
-        """Under the lock: try again to remove what could not be; how many files went."""
-        gone = self.stuck.retry(is_short=is_short)
+        """Under the lock: try again to remove files that could not be, those whose time has come. ``is_short``: room is
+        wanted, so one is tried before its time, and the others if that one can go. Returns how many went."""
+        gone: list[Stuck] = []
+        now = self._clock()
+        due = sorted(self.stuck, key=lambda path: self.stuck[path].back_off.until)[:TRIED_AT_ONCE]
+        for number, path in enumerate(due):
+            each = self.stuck[path]
+            if each.back_off.until > now and not (is_short and number == len(gone)):
+                break
+            try:
+                os.unlink(path)
+            except FileNotFoundError:
+                pass
+            except OSError:
+                each.back_off.failed(now)
+                continue
+            self._free(path)
+            gone.append(each)
         entries = [each.entry for each in gone if each.entry is not None]
         for entry in entries:
             self._catalogue.let_go(entry.name)
             self._catalogue.drop(entry.name)
         self._note_gone(entries)
         return len(gone)
+
+    def _free(self, path: str) -> None:
+        """Under the lock: a file is not stuck, or is no more."""
+        each = self.stuck.pop(path, None)
+        if each is not None and each.entry is None:
+            self._stuck_bytes -= each.size_bytes
+
+    def _unlink(self, path: str, size_bytes: int, entry: Entry | None = None) -> bool:
+        """Under the lock: remove a file, which may be gone; False where it stays, and is known from now on, which is
+        logged once a minute."""
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            return True
+        except OSError as error:
+            if path not in self.stuck:
+                self.stuck[path] = Stuck(size_bytes, entry, BackOff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS))
+                self.stuck[path].back_off.failed(self._clock())
+                self._stuck_bytes += size_bytes if entry is None else 0
+            if self._clock() >= self._warn_at:
+                self._warn_at = self._clock() + WARN_SECONDS
+                files = len(self.stuck)
+                events.warning("storage_not_removed", reason=str(error), files=files, size_bytes=self.stuck_bytes)
+            return False
+        return True
 
     def _set_aside(self, entry: Entry, size_bytes: int) -> bool:
         """An evicted object's file is to be written over, where it has the size; else it is freed. False where it
@@ -212,7 +279,7 @@ class Space:
     def _remove(self, entry: Entry) -> bool:
         """Unlink an evicted object's file. False where it stays: it is still a hit then, its bytes count, and others
         are evicted."""
-        if self.stuck.remove(object_path(self._objects, entry.name), entry.size_bytes, entry):
+        if self._unlink(object_path(self._objects, entry.name), entry.size_bytes, entry):
             return True
         self._catalogue.hold(entry.name)
         return False
@@ -230,7 +297,7 @@ class Space:
         had = self._spare_bytes > 0
         for size_bytes, spares in self._spares.items():
             while spares:
-                self.stuck.remove(spares.popleft(), size_bytes)
+                self._unlink(spares.popleft(), size_bytes)
         self._spare_bytes = 0
         return had
 
@@ -258,97 +325,6 @@ def size_of(path: str) -> int:
         return allocated_bytes(os.lstat(path))
     except OSError:
         return 0
-
-
-FIRST_PAUSE_SECONDS = 1.0
-LONGEST_PAUSE_SECONDS = 600.0
-WARN_SECONDS = 60.0
-"""Interval between two warnings, seconds."""
-TRIED_AT_ONCE = 64
-
-
-@dataclass(slots=True)
-class Stuck:
-    """``entry``: an object that is still there, and still a hit; None for what is no object."""
-
-    size_bytes: int
-    entry: Entry | None
-    pause: float
-    until: float
-
-
-class StuckFiles:
-    """By path. ``size_bytes``: of those that are no objects: the catalogue counts the others. Under its user's lock."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.size_bytes = 0
-        self._clock = clock
-        self._files: dict[str, Stuck] = {}
-        self._warn_at = 0.0
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    @property
-    def all_bytes(self) -> int:
-        """Bytes of all of them, objects too."""
-        return sum(each.size_bytes for each in self._files.values())
-
-    def remove(self, path: str, size_bytes: int, entry: Entry | None = None) -> bool:
-        """Unlink a file, which may be gone; False where it stays, and is known from now on."""
-        try:
-            os.unlink(path)
-        except FileNotFoundError:
-            return True
-        except OSError as error:
-            self.keep(path, size_bytes, entry, str(error))
-            return False
-        return True
-
-    def keep(self, path: str, size_bytes: int, entry: Entry | None, why: str) -> None:
-        """A file stays. Logged once a minute."""
-        if path not in self._files:
-            pause = FIRST_PAUSE_SECONDS
-            self._files[path] = Stuck(size_bytes, entry, pause, self._clock() + pause)
-            self.size_bytes += size_bytes if entry is None else 0
-        if self._clock() >= self._warn_at:
-            self._warn_at = self._clock() + WARN_SECONDS
-            events.warning("storage_not_removed", reason=why, files=len(self._files), size_bytes=self.all_bytes)
-
-    def replaced(self, path: str) -> None:
-        """Another file has taken its place, and counts by itself."""
-        each = self._files.pop(path, None)
-        if each is not None and each.entry is None:
-            self.size_bytes -= each.size_bytes
-
-    def retry(self, *, is_short: bool) -> list[Stuck]:
-        """Try those again whose time has come. ``is_short``: room is wanted, so one is tried before its time, and the
-        others if that one can go. Returns what has gone."""
-        gone: list[Stuck] = []
-        now = self._clock()
-        due = sorted(self._files, key=lambda path: self._files[path].until)[:TRIED_AT_ONCE]
-        for number, path in enumerate(due):
-            each = self._files[path]
-            is_probe = is_short and number == len(gone)
-            if each.until > now and not is_probe:
-                break
-            try:
-                os.unlink(path)
-            except FileNotFoundError:
-                pass
-            except OSError:
-                each.pause = min(2 * each.pause, LONGEST_PAUSE_SECONDS)
-                each.until = now + each.pause
-                continue
-            del self._files[path]
-            self.size_bytes -= each.size_bytes if each.entry is None else 0
-            gone.append(each)
-        return gone
-
-    def forget(self) -> list[Stuck]:
-        """The folder is gone, and all with it."""
-        files, self._files, self.size_bytes = list(self._files.values()), {}, 0
-        return files
 
 
 FORMAT_TEXT = "cachesvc storage, files, format 1\n"

@@ -40,7 +40,7 @@ from cachesvc.storage.seam import (
     Totals,
     no_step,
 )
-from cachesvc.storage.workers import Job, UnderWay, Workers, nothing
+from cachesvc.storage.workers import Job, Workers, nothing
 from cachesvc.telemetry import events
 
 RETRY_SECONDS = 2.0
@@ -78,7 +78,6 @@ class MooncakeStorage(StorageBackend):
         self._stopping = threading.Event()
         self._registered = Registered()
         self._known = KnownObjects(most=MOST_NAMES)
-        self._leaving = UnderWay[ObjectName]()
         self._aside = threading.Lock()
         self._heads_aside: deque[tuple[float, list[memoryview]]] = deque()
         self._readers = Batches("mooncake-read", options.readers, self._reader, self._set_aside)
@@ -124,19 +123,19 @@ class MooncakeStorage(StorageBackend):
     def remove(self, names: Sequence[ObjectName]) -> None:
         """Remove objects in the background; look-ups meanwhile miss them."""
         gone = list(names)
-        self._leaving.begin(gone)
-        self._questions.add([Job(lambda _: self._remove(gone), partial(self._forget, gone))])
+        self._known.hide(gone)
+        self._questions.add([Job(lambda _: self._remove(gone), partial(self._known.leaving.end, gone))])
 
     def doubt(self, names: Sequence[ObjectName], check: Check) -> None:  # noqa: ARG002 - a store's own checksums
         """Look again in the background, and remove what is not of a newer format; look-ups meanwhile miss."""
         gone = list(names)
-        self._leaving.begin(gone)
-        self._questions.add([Job(lambda _: self._look_again(gone), partial(self._forget, gone))])
+        self._known.hide(gone)
+        self._questions.add([Job(lambda _: self._look_again(gone), partial(self._known.leaving.end, gone))])
 
     def _look_again(self, names: list[ObjectName]) -> None:
         library = self._library
         kept = [name for name in names if library is not None and is_newer(library.get(name.text) or b"")]
-        self._forget(kept)
+        self._known.leaving.end(kept)
         self._remove([name for name in names if name not in kept])
 
     def purge(self, scope: Scope | None, step: Step = no_step) -> int:  # noqa: ARG002 - one call does it all
@@ -174,14 +173,14 @@ class MooncakeStorage(StorageBackend):
             if verdict is Outcome.MISS:
                 self.doubt([name], check)
             else:
-                self._leaving.begin([name])
+                self._known.hide([name])
                 self._remove([name])
         return found
 
     def close(self) -> None:
         """Threads that hang in the library are left behind, with their memory and the client."""
         self._stopping.set()
-        self._leaving.close()
+        self._known.leaving.close()
         are_through = [batches.workers.close() for batches in (self._readers, self._writers)]
         if self._questions.finish() and all(are_through) and not self._connector.is_alive():
             library, self._library = self._library, None
@@ -247,7 +246,7 @@ class MooncakeStorage(StorageBackend):
     def _read(self, batch: list[Task], heads: list[memoryview]) -> bool:
         """False where bytes of it may still come."""
         for task in batch:
-            if task.item.name in self._leaving:
+            if task.item.name in self._known.leaving:
                 task.end(Outcome.MISS)
         batch = [task for task in batch if not task.is_ended]
         if (usable := self._usable(batch)) is None:
@@ -296,7 +295,7 @@ class MooncakeStorage(StorageBackend):
 
     def _write(self, batch: list[Task], heads: list[memoryview], config: object) -> None:
         until = min(time.monotonic() + QUESTION_SECONDS, *(task.deadline for task in batch))
-        self._leaving.wait_for([task.item.name for task in batch], until - time.monotonic())
+        self._known.leaving.wait_for([task.item.name for task in batch], until - time.monotonic())
         if (usable := self._usable(batch)) is None:
             return
         library, batch = usable
@@ -339,12 +338,7 @@ class MooncakeStorage(StorageBackend):
             if library is not None:
                 library.batch_remove([name.text for name in names], True)
         finally:
-            self._forget(names)
-
-    def _forget(self, names: list[ObjectName]) -> None:
-        for name in names:
-            self._known.drop(name)
-        self._leaving.end(names)
+            self._known.leaving.end(names)
 
 
 class Registered:

@@ -42,7 +42,7 @@ from cachesvc.storage.seam import (
     Troubles,
     no_step,
 )
-from cachesvc.storage.workers import CLOSE_SECONDS, Job, UnderWay, Workers, nothing
+from cachesvc.storage.workers import CLOSE_SECONDS, Job, Workers, jobs_of, nothing
 from cachesvc.telemetry import events
 
 ASKERS = 16
@@ -62,7 +62,6 @@ class S3Storage(StorageBackend):
         self._bucket: S3Bucket | None = None
         self._known = KnownObjects(options.absent, clock)
         self._troubles = Troubles(clock)
-        self._leaving = UnderWay[ObjectName]()
         self._stopping, self._list_due = threading.Event(), threading.Event()
         self._problem = ""
         self._is_doubted = self._lists_alone = self._has_lost_bucket = self._has_answered = False
@@ -115,25 +114,19 @@ class S3Storage(StorageBackend):
         self._readers.add(jobs)
 
     def put(self, items: Sequence[Item], deadline: float, each: Each) -> None:
-        self._writers.add(
-            [
-                Job(lambda _, index=index, item=item: each(index, self._write(item, deadline)),  # type: ignore[misc]
-                    partial(each, index, Outcome.BUSY), deadline)
-                for index, item in enumerate(items)
-            ]
-        )  # fmt: skip
+        self._writers.add(jobs_of(items, deadline, each, lambda item, _: self._write(item, deadline)))
 
     def remove(self, names: Sequence[ObjectName]) -> None:
         """Remove objects in the background; look-ups meanwhile miss them."""
         gone = list(names)
-        self._hide(gone)
-        self._removers.add([Job(lambda _: self._remove(gone), partial(self._leaving.end, gone))])
+        self._known.hide(gone)
+        self._removers.add([Job(lambda _: self._remove(gone), partial(self._known.leaving.end, gone))])
 
     def doubt(self, names: Sequence[ObjectName], check: Check) -> None:
         """Read once more in the background: the bytes may have changed on their way here. Look-ups meanwhile miss."""
         gone = list(names)
-        self._hide(gone)
-        self._removers.add([Job(lambda _: self._look_again(gone, check), partial(self._leaving.end, gone))])
+        self._known.hide(gone)
+        self._removers.add([Job(lambda _: self._look_again(gone, check), partial(self._known.leaving.end, gone))])
 
     def purge(self, scope: Scope | None, step: Step = no_step) -> int:
         """Purge all daemons' objects, as the store lists them. Raises Unavailable."""
@@ -187,7 +180,7 @@ class S3Storage(StorageBackend):
     def close(self) -> None:
         self._stopping.set()
         self._list_due.set()
-        self._leaving.close()
+        self._known.leaving.close()
         for each in (self._askers, self._readers, self._writers, self._removers):
             each.close()
         if self._lister.is_alive():
@@ -199,12 +192,13 @@ class S3Storage(StorageBackend):
         assert self._bucket is not None, "it was started"
         return self._bucket
 
-    def _suffered(self, error: RequestFailed) -> None:
+    def _suffered(self, error: RequestFailed, kind: str = "read") -> None:
         """Note a failed request: its reason is the problem until one succeeds. No names: operators' status shows it to
         all who may read it."""
         code = f" ({error.code})" if error.code else ""
         self._problem = f"bucket {self._options.bucket}: {error.trouble.value}{code}"
         self._has_lost_bucket |= error.trouble is Trouble.NO_BUCKET
+        self._troubles.note(kind, error)
 
     def _worked(self) -> None:
         """Note that the store has done what it was asked to. A bucket that is there again is listed anew."""
@@ -214,21 +208,11 @@ class S3Storage(StorageBackend):
             self._has_lost_bucket = False
             self._list_due.set()
 
-    def _note_unread(self, error: RequestFailed) -> None:
-        self._suffered(error)
-        if objects := self._troubles.note("read", str(error)):
-            events.event("storage_read_failed", reason=str(error), objects=objects)
-
-    def _note_unwritten(self, error: RequestFailed) -> None:
-        self._suffered(error)
-        if objects := self._troubles.note("write", str(error)):
-            events.event("storage_write_failed", reason=str(error), objects=objects)
-
     def _ask(self, name: ObjectName) -> bool | None:
         try:
-            is_there = name not in self._leaving and self._require().has(name.text)
+            is_there = name not in self._known.leaving and self._require().has(name.text)
         except RequestFailed as error:
-            self._note_unread(error)
+            self._suffered(error)
             return None
         if is_there:
             self._worked()
@@ -240,12 +224,12 @@ class S3Storage(StorageBackend):
         """Read a part of an object. It answers for it once, whatever comes."""
         start, length = span
         size_bytes = len(item.head) + item.payload_bytes
-        if item.name in self._leaving:
+        if item.name in self._known.leaving:
             return Outcome.MISS
         try:
             found = self._require().get(item.name.text, start, length, size_bytes)
         except RequestFailed as error:
-            self._note_unread(error)
+            self._suffered(error)
             return Outcome.FAILED
         if found is None:
             return Outcome.MISS
@@ -269,7 +253,7 @@ class S3Storage(StorageBackend):
         try:
             first = self._require().get(name.text, 0, len(MAGIC), size_bytes) if size_bytes > len(MAGIC) else None
         except RequestFailed as error:
-            self._note_unread(error)
+            self._suffered(error)
             return False
         return first is not None and is_newer(first.content)
 
@@ -278,9 +262,9 @@ class S3Storage(StorageBackend):
             wrong = [name for name in names if self._is_wrong(name, check)]
             self._remove(wrong)
         except RequestFailed as error:
-            self._note_unread(error)
+            self._suffered(error)
         finally:
-            self._leaving.end(names)
+            self._known.leaving.end(names)
 
     def _is_wrong(self, name: ObjectName, check: Check) -> bool:
         """True where an object that was wrong is so again, or is of an older format. Raises RequestFailed."""
@@ -295,7 +279,7 @@ class S3Storage(StorageBackend):
 
     def _write(self, item: Item, deadline: float) -> Outcome:
         size_bytes = len(item.head) + item.payload_bytes
-        if not self._leaving.wait_for([item.name], min(deadline - self._clock(), self._options.timeout)):
+        if not self._known.leaving.wait_for([item.name], min(deadline - self._clock(), self._options.timeout)):
             return Outcome.BUSY
         if item.name in self._known:
             return Outcome.OK
@@ -304,25 +288,20 @@ class S3Storage(StorageBackend):
         try:
             self._require().put(item.name.text, gather((item.head, *item.pages)))
         except RequestFailed as error:
-            self._note_unwritten(error)
+            self._suffered(error, "write")
             return Outcome.FAILED
         self._worked()
         self._known.add(item.name, size_bytes, int(time.time()))
         return Outcome.OK
-
-    def _hide(self, names: list[ObjectName]) -> None:
-        self._leaving.begin(names)
-        for name in names:
-            self._known.drop(name)
 
     def _remove(self, names: list[ObjectName]) -> None:
         try:
             for at in range(0, len(names), REMOVED_AT_ONCE):
                 self._require().delete([name.text for name in names[at : at + REMOVED_AT_ONCE]])
         except RequestFailed as error:
-            self._note_unwritten(error)
+            self._suffered(error, "write")
         finally:
-            self._leaving.end(names)
+            self._known.leaving.end(names)
 
     def _describe(self, scope: Scope, label: str) -> None:
         text = label.encode()[:MOST_LABEL_BYTES]
@@ -337,7 +316,7 @@ class S3Storage(StorageBackend):
         try:
             content = self._require().get(name.text, 0, size_bytes, size_bytes)
         except RequestFailed as error:
-            self._note_unread(error)
+            self._suffered(error)
             found.unreadable += 1
             return
         if content is None:
@@ -346,7 +325,7 @@ class S3Storage(StorageBackend):
             return
         verdict = check(name, content.content) if len(content.content) == size_bytes else Outcome.WRONG
         if not found.note(verdict, size_bytes):
-            self._hide([name])
+            self._known.hide([name])
             self._look_again([name], check)
 
     # -- the lister ------------------------------------------------------------------------------------------------
@@ -361,10 +340,8 @@ class S3Storage(StorageBackend):
                 self._worked()
                 pause = self._options.rescan
             except RequestFailed as error:
-                self._suffered(error)
+                self._suffered(error, "list")
                 self._is_doubted = not self._lists_alone  # a canary finds out whether anything else works
-                if objects := self._troubles.note("list", str(error)):
-                    events.event("storage_not_listed", reason=str(error), objects=objects)
                 pause = min(60.0, self._options.rescan)
             except Exception:  # noqa: BLE001 - the root of a thread: the next round may be better
                 events.failure("storage_scan_broke")
@@ -378,7 +355,7 @@ class S3Storage(StorageBackend):
         for some in self._require().list(OBJECTS):
             for listed in some:
                 name = object_of(listed.path)
-                if name is not None and name not in self._leaving:
+                if name is not None and name not in self._known.leaving:
                     self._known.add(name, listed.size_bytes, listed.modified)
             if self._stopping.is_set():
                 return

@@ -30,7 +30,7 @@ from cachesvc.model.text import (
     parse_size,
     unix_target,
 )
-from cachesvc.storage.file.keeper import file_options
+from cachesvc.storage.file.engine import file_options
 from cachesvc.storage.mooncake.native import mooncake_options
 from cachesvc.storage.s3.client import s3_options
 from cachesvc.storage.spec import StorageSpec, parse_storage

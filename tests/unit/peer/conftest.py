@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 
 import pytest
 
@@ -22,7 +23,12 @@ def control(node: LendingNode) -> NearControl:
 
 
 @pytest.fixture
-def pulling(control: NearControl) -> Iterator[Pulling]:
-    made = Pulling(control)
-    yield made
-    made.close()
+def pull() -> Iterator[Callable[..., Pulling]]:
+    """Makes borrowers that are closed at the end."""
+    with ExitStack() as stack:
+        yield lambda *controls, **more: stack.enter_context(closing(Pulling(*controls, **more)))
+
+
+@pytest.fixture
+def pulling(control: NearControl, pull: Callable[..., Pulling]) -> Pulling:
+    return pull(control)

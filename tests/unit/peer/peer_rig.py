@@ -12,7 +12,7 @@ from cachesvc.model.errors import CacheError, Unavailable
 from cachesvc.model.words import KEY_BYTES
 from cachesvc.peer import reading
 from cachesvc.peer.borrower import PeerStorage
-from cachesvc.peer.fleet import Answered, Borrowed, DigestNews, Done, Loan
+from cachesvc.peer.fleet import Answered, DigestNews, Done, Loan
 from cachesvc.peer.lender import Lender, Lent, LentObject, LoanDesk
 from cachesvc.storage.objects import ObjectStore, Verb
 from cachesvc.storage.seam import CAME, ObjectName, Outcome, Part, Scope, key_at
@@ -27,7 +27,7 @@ class LendingNode:
         self.quiet: list[int] = []
         self.lent: list[Lent] = []
         self.changed = threading.Condition()
-        self.desk = LoanDesk(lambda: self.now, self._note_quiet)
+        self.desk = LoanDesk(lambda: self.now)
         self.lender = Lender(self.desk, "127.0.0.1", 0)
         self.lender.start()
         self.pages: dict[ObjectName, memoryview] = {}
@@ -40,7 +40,7 @@ class LendingNode:
 
     def lend(self, names: Sequence[ObjectName], seconds: float = 30.0) -> Lent:
         objects = [LentObject(name, (self.pages[name],)) if name in self.pages else None for name in names]
-        self.lent.append(self.desk.lend(objects, seconds))
+        self.lent.append(self.desk.lend(objects, seconds, quiet=self._note_quiet))
         return self.lent[-1]
 
     def close(self) -> None:
@@ -62,7 +62,7 @@ class NearControl:
 
     def __init__(self, node: LendingNode, name: str = "near:1") -> None:
         self.node = node
-        self.name = name
+        self.address = name
         self.broken = False
         self.asked = self.probes = 0
         self.beats: list[int] = []
@@ -71,22 +71,17 @@ class NearControl:
         self.port = node.lender.port
         self.epoch = 7
 
-    @property
-    def address(self) -> str:
-        return self.name
-
-    def borrow(self, scope: Scope, keys: bytes, parts: Sequence[Part], seconds: float) -> Borrowed:
+    def borrow(self, scope: Scope, keys: bytes, parts: Sequence[Part], seconds: float) -> Loan:
         self.asked += 1
         self._require()
         names = [ObjectName(scope, key_at(keys, at), part) for at in range(len(keys) // KEY_BYTES) for part in parts]
         if names[0] not in self.node.pages:
-            return Borrowed(None, self.epoch)
+            return Loan(epoch=self.epoch)
         lent = self.node.lend(names)
         there = tuple(each is not None for each in lent.objects)
-        self.loans.append(
-            Loan(lent.lease, self.epoch, lent.secret, "127.0.0.1", self.port, 30.0, there, reading.STREAMS)
-        )
-        return Borrowed(self.loans[-1], self.epoch)
+        loan = Loan(lent.lease, self.epoch, lent.secret, "127.0.0.1", self.port, there, reading.STREAMS)
+        self.loans.append(loan)
+        return loan
 
     def borrow_later(
         self, scope: Scope, keys: bytes, parts: Sequence[Part], patience: float, seconds: float, answered: Answered
@@ -96,7 +91,7 @@ class NearControl:
     def news_later(
         self, epoch: int, version: int, patience: float, answered: Callable[[DigestNews | CacheError], None]
     ) -> None:
-        answered(Unavailable(f"{self.name}: it tells nothing"))
+        answered(Unavailable(f"{self.address}: it tells nothing"))
 
     def beat_later(self, loans: Sequence[Loan], seconds: float, done: Done) -> None:
         self.probes += not loans
@@ -115,7 +110,7 @@ class NearControl:
 
     def _require(self) -> None:
         if self.broken:
-            raise Unavailable(f"{self.name}: it does not answer")
+            raise Unavailable(f"{self.address}: it does not answer")
 
 
 class Reader:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from cachesvc.model.errors import PermissionDenied
-from cachesvc.peer.fleet import Answered, Loan, Peer
-from cachesvc.peer.lender import HeldLoans
+from cachesvc.peer.borrower import HeldLoans
+from cachesvc.peer.fleet import Answered, Loan
 from cachesvc.storage.seam import Part, Scope
 from tests.contracts.storage_rig import name_of
 from tests.unit.peer.peer_rig import LendingNode, NearControl, Pulling
@@ -54,31 +54,24 @@ def nodes() -> Iterator[tuple[LendingNode, LendingNode]]:
 
 
 def test_the_next_peer_is_asked_beside_a_slow_one_whose_late_loan_is_given_back(
-    nodes: tuple[LendingNode, LendingNode],
+    nodes: tuple[LendingNode, LendingNode], pull: Callable[..., Pulling]
 ) -> None:
     slow, fast = SlowControl(nodes[0]), NearControl(nodes[1], "fast:1")
-    pulling = Pulling(slow, fast)
-    try:
-        assert pulling.reader.exists(NAMES) == [True] * 4
-        assert slow.was_asked.is_set()
-        slow.answer()
-        pulling.peers.beat()
-        assert slow.given_back == [slow.loans[0].lease]
-    finally:
-        pulling.close()
+    pulling = pull(slow, fast)
+    assert pulling.reader.exists(NAMES) == [True] * 4
+    assert slow.was_asked.is_set()
+    slow.answer()
+    pulling.peers.beat()
+    assert slow.given_back == [slow.loans[0].lease]
 
 
-def test_a_peer_that_is_named_and_not_permitted_is_not_asked(nodes: tuple[LendingNode, LendingNode]) -> None:
-    pulling = Pulling(NearControl(nodes[0], "10.0.0.1:7100"))
-    try:
-        with pytest.raises(PermissionDenied, match="peer_allow"):
-            pulling.peers.expect("10.0.0.2:7100", NAMES[0].scope, NAMES[0].key, [NAMES[0].part], 1.0, lambda _: None)
-    finally:
-        pulling.close()
+def test_a_peer_that_is_named_and_not_permitted_is_not_asked(pulling: Pulling) -> None:
+    with pytest.raises(PermissionDenied, match="peer_allow"):
+        pulling.peers.expect("10.0.0.2:7100", NAMES[0].scope, NAMES[0].key, [NAMES[0].part], 1.0, lambda _: None)
 
 
-def test_a_loan_of_nothing_is_given_back(nodes: tuple[LendingNode, LendingNode]) -> None:
-    control, loans = NearControl(nodes[0]), HeldLoans(lambda: 0.0)
-    loan = Loan(3, 7, bytes(32), "127.0.0.1", 7101, 30.0, (False, False))
-    assert not loans.hold(Peer(control, lambda: 0.0), loan, NAMES[0].scope, [NAMES[0].key], [NAMES[0].part])
-    assert [each.loan for each in loans.take_unread()] == [loan]
+def test_a_loan_of_nothing_is_given_back() -> None:
+    loans = HeldLoans(lambda: 0.0)
+    loan = Loan(3, 7, bytes(32), "127.0.0.1", 7101, (False, False))
+    assert not loans.hold(loan, NAMES[0].scope, [NAMES[0].key], [NAMES[0].part])
+    assert loans.take_unread() == [loan]

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import threading
 
-from cachesvc.peer.fleet import (
-    ABSENT_SECONDS,
-    FIRST_PAUSE_SECONDS,
-    LONGEST_PAUSE_SECONDS,
-    Peer,
-)
+from cachesvc.peer.fleet import ABSENT_SECONDS, Peer
 from cachesvc.peer.lender import LoanDesk
+from cachesvc.storage.seam import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS
 from tests.contracts.storage_rig import name_of
 from tests.unit.peer.peer_rig import LendingNode, NearControl
 
@@ -129,9 +125,9 @@ def test_another_life_of_a_peer_may_have_what_the_last_one_lacked(control: NearC
 
 def test_leases_of_two_lives_never_meet() -> None:
     quiet: list[int] = []
-    first, second = (LoanDesk(lambda: 0.0, quiet.append) for _ in range(2))
-    lease = first.lend([], 30.0).lease
-    second.lend([], 30.0)
+    first, second = (LoanDesk(lambda: 0.0) for _ in range(2))
+    lease = first.lend([], 30.0, quiet=quiet.append).lease
+    second.lend([], 30.0, quiet=quiet.append)
     assert not second.beat(lease)
     second.give_back(lease)
     assert len(second) == 1

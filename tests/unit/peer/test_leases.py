@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
 
 from cachesvc.peer import reading
-from cachesvc.peer.lender import STREAM_BYTES, LentObject
+from cachesvc.peer.borrower import STREAM_BYTES
+from cachesvc.peer.lender import LentObject
 from cachesvc.peer.reading import PART, SHARED
 from cachesvc.storage.seam import ObjectName, Outcome
 from tests.contracts.storage_rig import name_of
@@ -30,8 +32,7 @@ def test_a_transfer_lasts_longer_than_its_lease(node: LendingNode) -> None:
             while lent.until < node.now + 30:
                 assert stream.recv(1 << 16)
             node.desk.expire()
-        assert node.desk.knows(lent.lease)
-        assert node.desk.lapsed == 0
+        assert node.desk.beat(lent.lease)
 
 
 def test_a_large_object_renews_its_lease_while_a_slow_borrower_takes_it() -> None:
@@ -50,8 +51,10 @@ def test_a_large_object_renews_its_lease_while_a_slow_borrower_takes_it() -> Non
             reading.send_pieces(ours, [content], 0.04)
 
 
-def test_loans_that_wait_for_a_stream_are_kept_by_heartbeats(node: LendingNode, control: NearControl) -> None:
-    pulling = Pulling(control, clock=lambda: 0.0)
+def test_loans_that_wait_for_a_stream_are_kept_by_heartbeats(
+    node: LendingNode, control: NearControl, pull: Callable[..., Pulling]
+) -> None:
+    pulling = pull(control, clock=lambda: 0.0)
     loans = [
         [name_of(f"{loan}-{at}") for at in range(reading.STREAMS)]
         for loan in range((PART + SHARED) // reading.STREAMS + 1)
@@ -92,7 +95,8 @@ def test_an_object_is_sent_once_its_bytes_are_there(node: LendingNode) -> None:
 
 def test_a_loan_whose_bytes_do_not_come_ends_its_streams(node: LendingNode) -> None:
     node.have([name_of("a")])
-    lent = node.desk.lend([LentObject(name_of("a"), (node.pages[name_of("a")],))], 30.0, ready=0)
+    lent = node.lend([name_of("a")])
+    lent.ready = 0
     stream = greet(node, lent.secret)
     node.desk.give_back(lent.lease)
     assert not answers(stream)
@@ -105,8 +109,9 @@ def expected(pulling: Pulling, control: NearControl, names: list[ObjectName]) ->
     pulling.peers.expect(control.address, names[0].scope, keys, [names[0].part], 0.0, lambda _: None)
 
 
-def test_a_loan_that_is_unwanted_is_read_no_further_and_given_back(node: LendingNode, control: NearControl) -> None:
-    pulling = Pulling(control)
+def test_a_loan_that_is_unwanted_is_read_no_further_and_given_back(
+    node: LendingNode, control: NearControl, pulling: Pulling
+) -> None:
     names = [name_of(str(at)) for at in range(64)]
     node.have(names)
     expected(pulling, control, names)
@@ -124,11 +129,11 @@ def test_a_loan_that_is_unwanted_is_read_no_further_and_given_back(node: Lending
     node.wait_quiet(lent.lease)
     assert control.given_back == [lent.lease]
     assert pulling.peers.peers[0].is_up, "that is no failure of the peer"
-    pulling.close()
 
 
-def test_a_loan_that_is_unwanted_before_it_is_read_is_given_back(node: LendingNode, control: NearControl) -> None:
-    pulling = Pulling(control)
+def test_a_loan_that_is_unwanted_before_it_is_read_is_given_back(
+    node: LendingNode, control: NearControl, pulling: Pulling
+) -> None:
     names = [name_of(str(at)) for at in range(3)]
     others = [name_of(f"other-{at}") for at in range(3)]
     node.have([*names, *others])
@@ -139,4 +144,3 @@ def test_a_loan_that_is_unwanted_before_it_is_read_is_given_back(node: LendingNo
     assert control.given_back == [node.lent[0].lease]
     assert pulling.get(names)[0].wait() == [Outcome.MISS] * len(names)
     assert pulling.get(others)[0].wait() == [Outcome.LENT] * len(others)
-    pulling.close()

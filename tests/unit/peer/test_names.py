@@ -24,7 +24,7 @@ class Zone:
 
         class Control(NearControl):
             def close(self) -> None:
-                zone.closed.append(self.name)
+                zone.closed.append(self.address)
 
         self.names = PeerNames(
             [NAME],
@@ -34,7 +34,7 @@ class Zone:
             self.resolve,
             most,
         )
-        self.names.told = self.note
+        self.names.found = self.note
 
     def resolve(self, name: str, port: int) -> Sequence[str]:
         if self.hosts is None:

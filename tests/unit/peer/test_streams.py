@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import pytest
 
 from cachesvc.peer import reading
-from cachesvc.peer.fleet import Borrowed, Loan
-from cachesvc.peer.lender import MOST_STREAMS_OF_ONE, MOST_WAITING_OF_ONE, STREAM_BYTES
+from cachesvc.peer.borrower import STREAM_BYTES
+from cachesvc.peer.fleet import Loan
+from cachesvc.peer.lender import MOST_STREAMS_OF_ONE, MOST_WAITING_OF_ONE
 from cachesvc.storage.seam import Outcome, Part, Scope
 from tests.contracts.storage_rig import name_of
 from tests.unit.peer.peer_rig import LendingNode, NearControl, Pulling, answers, greet
@@ -71,23 +72,19 @@ def test_streams_that_wait_are_no_more_than_one_address_may_have(node: LendingNo
         stream.close()
 
 
-def test_a_borrower_whose_streams_wait_for_others_of_its_address_gets_all(node: LendingNode) -> None:
+def test_a_borrower_whose_streams_wait_for_others_of_its_address_gets_all(
+    node: LendingNode, pull: Callable[..., Pulling]
+) -> None:
     """Several daemons behind one address each open as many streams as one may."""
-    controls = [NearControl(node, f"near:{at}") for at in range(4)]
-    borrowers = [Pulling(control) for control in controls]
-    try:
-        gathered = []
-        for at, borrower in enumerate(borrowers):
-            for loan in range(3):
-                names = [name_of(f"{at}-{loan}-{each}") for each in range(reading.STREAMS)]
-                node.have(names, STREAM_BYTES)
-                assert all(borrower.reader.exists(names))
-                gathered.append(borrower.get(names, size_bytes=STREAM_BYTES)[0])
-        assert {outcome for each in gathered for outcome in each.wait()} == {LENT}
-        assert [borrower.peers.peers[0].counts["failed"] for borrower in borrowers] == [0] * len(borrowers)
-    finally:
-        for borrower in borrowers:
-            borrower.close()
+    borrowers, gathered = [pull(NearControl(node, f"near:{at}")) for at in range(4)], []
+    for at, borrower in enumerate(borrowers):
+        for loan in range(3):
+            names = [name_of(f"{at}-{loan}-{each}") for each in range(reading.STREAMS)]
+            node.have(names, STREAM_BYTES)
+            assert all(borrower.reader.exists(names))
+            gathered.append(borrower.get(names, size_bytes=STREAM_BYTES)[0])
+    assert {outcome for each in gathered for outcome in each.wait()} == {LENT}
+    assert [borrower.peers.peers[0].counts["failed"] for borrower in borrowers] == [0] * len(borrowers)
 
 
 def test_a_large_loan_is_read_by_several_streams(node: LendingNode, control: NearControl, pulling: Pulling) -> None:
@@ -133,10 +130,10 @@ def test_a_lender_of_an_older_release_is_read_by_one_stream(
     node.have(NAMES, STREAM_BYTES)
     ask = control.borrow
 
-    def older(scope: Scope, keys: bytes, parts: Sequence[Part], seconds: float) -> Borrowed:
+    def older(scope: Scope, keys: bytes, parts: Sequence[Part], seconds: float) -> Loan:
         answer = ask(scope, keys, parts, seconds)
-        assert answer.loan is not None
-        return answer._replace(loan=Loan(*answer.loan[:-1]))
+        answer.streams = 1
+        return answer
 
     control.borrow = older  # type: ignore[method-assign]
     assert all(pulling.reader.exists(NAMES))

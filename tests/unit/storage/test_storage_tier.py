@@ -7,19 +7,28 @@ import pytest
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import NO_PAGE
-from cachesvc.storage.seam import SMALL_PAGE_BYTES, WHOLE, Caps, ObjectName, Outcome, Use, shapes_of
+from cachesvc.storage.seam import (
+    LONGEST_PAUSE_SECONDS,
+    SMALL_PAGE_BYTES,
+    WHOLE,
+    Caps,
+    ObjectName,
+    Outcome,
+    Use,
+    shapes_of,
+)
 from cachesvc.storage.spec import TierOptions, WriteWhen
 from cachesvc.storage.tier import (
     BAD,
     LAST_OUTCOMES,
-    LONGEST_PAUSE_SECONDS,
     TRY_ANYWAY,
+    UNDER_WAY_BYTES,
+    Blocks,
     Breaker,
-    Coming,
     State,
     StateLog,
     Tier,
-    WriteBudget,
+    objects_of,
 )
 from cachesvc.storage.tier import SCOPE as CANARY
 from tests.sim.sim_storage import SimStorage
@@ -53,8 +62,9 @@ def test_what_an_engine_lets_go_of_is_told_by_model_and_block() -> None:
     rig.settle()
     assert [key for _, keys in told for key in keys] == [names[0].key, names[2].key]
     assert {model for model, _ in told} == {1}, "of others' models nothing is known here"
-    assert rig.tier.has(rig.model, names[1].key)
-    assert not rig.tier.has(rig.model, names[0].key)
+    shapes = rig.tier.shapes(rig.model)
+    assert rig.tier.has(shapes, names[1].key)
+    assert not rig.tier.has(shapes, names[0].key)
 
 
 def test_an_engine_that_has_to_be_asked_is_asked_before_it_is_read() -> None:
@@ -197,14 +207,23 @@ def test_a_store_that_is_slower_than_computing_is_not_used_but_now_and_then() ->
 
 
 def test_writing_is_bounded_by_bytes_a_second_and_under_way() -> None:
-    budget = WriteBudget(rate=100, most_under_way=150, now=0.0)
-    assert budget.room(0.0) > 1000, "one block may go however large it is"
-    budget.begin(120)
-    assert budget.room(0.0) == 0, "it has used up its second"
-    assert budget.room(0.5) == 30
-    assert budget.room(10.0) == 30, "this much is under way"
-    budget.end(120)
-    assert budget.room(10.0) > 1000
+    rig = TierRig(TierOptions(write_rate=2 * UNDER_WAY_BYTES))
+    tier, most = rig.tier, UNDER_WAY_BYTES
+    assert tier.room() > 1000 * most, "one block may go however large it is"
+    tier.rate.tokens -= 2 * most + 100
+    tier.under_way = most // 2
+    assert tier.room() == 0, "it has used up its second"
+    rig.now += 0.125
+    assert tier.room() == most // 4 - 100
+    rig.now += 10.0
+    assert tier.room() == most // 2, "this much is under way"
+    tier.under_way = 0
+    assert tier.room() > 1000 * most
+    tier.under_way, tier.rate.tokens = 100, 0.0
+    assert tier.room() == 0
+    tier.lift_rate()
+    rig.now += 1.0
+    assert tier.room() == most - 100, "a rate that was lifted leaves the window"
 
 
 def test_the_breaker_waits_longer_each_time() -> None:
@@ -252,7 +271,8 @@ def test_pages_that_are_gone_end_a_call() -> None:
     )
     closed.tell = rig.tier.tell
     shapes = closed.shapes(rig.model)
-    closed.fetch(Coming(rig.model.id, shapes, 7, chain(*"ab"), [[1, 2]], b""))
+    blocks = Blocks(rig.model, 7, chain(*"ab"), [[1, 2]], b"")
+    closed.fetch(blocks, objects_of(shapes, blocks))
     closed.keep(rig.model, chain("c"), [3])
     rig.settle()
     assert rig.outcomes() == [Outcome.BUSY] * 3
@@ -310,14 +330,6 @@ def test_uses_reach_an_engine_that_evicts_by_them_and_no_other() -> None:
     assert rig.engine.uses == [], "not on the loop"
     rig.settle()
     assert rig.engine.uses == [(rig.tier.shapes(rig.model).scope, Use(chain("a"), 3))]
-
-
-def test_a_rate_that_was_lifted_leaves_the_window() -> None:
-    budget = WriteBudget(100, 1000, 0.0)
-    budget.begin(100)
-    assert budget.room(0.0) == 0
-    budget.lift()
-    assert budget.room(1.0) == 900
 
 
 def test_a_tier_that_is_given_up_and_used_again_is_a_line_each_and_one_that_flaps_a_line_a_minute(

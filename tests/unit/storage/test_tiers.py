@@ -2,75 +2,47 @@
 
 from __future__ import annotations
 
-import mmap
-from collections import deque
-from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
-from cachesvc.storage.objects import ObjectStore, Verb
+from cachesvc.storage.objects import Verb
 from cachesvc.storage.seam import Caps, Outcome, Use
 from cachesvc.storage.spec import TierOptions, WriteWhen
-from cachesvc.storage.tier import News, State, Tier
+from cachesvc.storage.tier import State
 from cachesvc.storage.tiers import Tiers
 from tests.sim.sim_storage import SimStorage
-from tests.sim.storage_world import InboxWorkers
 from tests.unit.rigs.ledger_rig import chain, one_group
-from tests.unit.storage.storage_tier_rig import Facts
+from tests.unit.storage.storage_tier_rig import Bench
 
 OK, MISS, BUSY, FAILED, LATE = Outcome.OK, Outcome.MISS, Outcome.BUSY, Outcome.FAILED, Outcome.LATE
 THROUGH, SELECTIVE, NEVER = WriteWhen.THROUGH, WriteWhen.SELECTIVE, WriteWhen.NEVER
 
 
-class Rig:
-    """Tiers over engines that act on command, in a time of the test's."""
+class Rig(Bench):
+    """Several tiers."""
 
     def __init__(self, *tiers: tuple[SimStorage, WriteWhen], rate: int = 1 << 30) -> None:
-        self.now = 50.0
-        self.inbox: deque[Callable[[], object]] = deque()
-        self.memory: dict[int, memoryview] = {}
-        self.model = Facts(one_group())
-        self.engines = [engine for engine, _ in tiers]
-        self.tiers = Tiers(
-            [
-                Tier(
-                    ObjectStore(engine, lambda: self.now),
-                    TierOptions(write=write, wait=0.25, deadline=2.0, write_rate=rate),
-                    lambda _model, _group, _rank, page: self.page(page),
-                    self.inbox.append,
-                    lambda: self.now,
-                    lambda _: InboxWorkers(self.inbox),
-                )
-                for engine, write in tiers
-            ],
-            lambda: self.now,
-        )
-        self.news: list[News] = []
+        super().__init__([engine for engine, _ in tiers], one_group())
+        options = TierOptions(wait=0.25, deadline=2.0, write_rate=rate)
+        made = [self.tier_over(engine, replace(options, write=write)) for engine, write in tiers]
+        self.tiers = Tiers(made, lambda: self.now)
         self.owed: list[bytes] = []
         self.gone: list[bytes] = []
-        self.tiers.tell = lambda _model, _ticket, _key, news: self.news.extend(news)
+        self.tiers.tell = lambda _model, _ticket, _key, news: self.told.extend(news)
         self.tiers.tell_gone = lambda _model, keys: self.gone.extend(keys)
         self.tiers.owed = lambda _model, keys: self.owed.extend(keys)
         self.tiers.start()
 
     def page(self, number: int) -> memoryview:
-        if number not in self.memory:
-            self.memory[number] = memoryview(mmap.mmap(-1, 4096))[: self.model.layout.page_bytes(0)]
-        return self.memory[number]
-
-    def settle(self) -> None:
-        while self.inbox or any(engine.waiting and not engine.frozen for engine in self.engines):
-            while self.inbox:
-                self.inbox.popleft()()
-            for engine in self.engines:
-                engine.crank(self.now)
+        return self.view(1, 0, 0, number)
 
     def keep(self, prompt: str, only: int | None = None) -> list[Outcome | None]:
         """Write a prompt's blocks; ``only``: to one tier, as another daemon would."""
         keys = chain(*prompt)
         target = self.tiers if only is None else self.tiers.all[only]
         if only is not None:
-            self.tiers.all[only].tell = lambda _model, _ticket, _key, news: self.news.extend(news)
+            self.tiers.all[only].tell = lambda _model, _ticket, _key, news: self.told.extend(news)
         for at in range(len(prompt)):
             self.page(at)[:] = prompt[at].encode() * 8
             target.keep(self.model, keys[32 * at : 32 * at + 32], [at], keys[32 * at - 32 : 32 * at])
@@ -90,14 +62,10 @@ class Rig:
         pages = [[first + at for at in range(len(prompt))]]
         assert self.tiers.fetch(self.model, ticket, chain(*prompt), pages) == [1] * len(prompt)
         self.settle()
-        for each in self.news:
+        for each in self.told:
             if each.outcome is OK:
                 assert bytes(self.page(first + each.block)) == prompt[each.block].encode() * 8
         return self.outcomes()
-
-    def outcomes(self) -> list[Outcome | None]:
-        told, self.news = sorted(self.news, key=lambda each: each.block), []
-        return [each.outcome for each in told]
 
     def objects(self) -> list[int]:
         return [len(engine.objects) for engine in self.engines]
@@ -217,12 +185,13 @@ def test_a_dead_tier_above_is_passed_over_too() -> None:
 
 def test_a_slow_tier_below_holds_up_no_write_above_and_gets_its_own_later() -> None:
     rig = Rig((SimStorage(), THROUGH), (SimStorage(), THROUGH))
-    rig.tiers.all[1].budget.begin(1 << 40)  # no room for now
+    rig.tiers.all[1].rate.tokens -= 1 << 40  # no room for now
+    rig.tiers.all[1].under_way += 1 << 40
     assert rig.keep("abc") == [OK] * 3
     assert rig.objects() == [3, 0]
     rig.tick(0.2)
     assert rig.owed == []
-    rig.tiers.all[1].budget.end(1 << 40)
+    rig.tiers.all[1].under_way -= 1 << 40
     rig.tick(3000.0)
     assert len(rig.owed) == 3
     rig.keep("abc")
@@ -233,7 +202,7 @@ def test_a_failed_copy_below_is_no_failed_write() -> None:
     rig = Rig((SimStorage(), THROUGH), (SimStorage(odds={"fail": 1.0}), THROUGH))
     assert set(rig.keep("abc")) == {OK}
     assert rig.objects() == [3, 0]
-    assert [tier.budget.under_way for tier in rig.tiers.all] == [0, 0]
+    assert [tier.under_way for tier in rig.tiers.all] == [0, 0]
 
 
 def test_what_one_tier_evicts_is_gone_only_where_no_other_has_it() -> None:

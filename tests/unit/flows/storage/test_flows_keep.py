@@ -11,7 +11,7 @@ from cachesvc.flows.match import match
 from cachesvc.flows.recycle import release
 from cachesvc.flows.registration import evict_model
 from cachesvc.flows.storage_writes import KEPT_A_TURN, STAGED_AT_ONCE, begin_flush, go_on, pump_all, waiting
-from cachesvc.flows.stored import MOST_USED, spread_all, want
+from cachesvc.flows.stored import MOST_USED, forget_all, spread_all, want
 from cachesvc.ledger.tier_copies import NO_ROW
 from cachesvc.model.errors import PoolExhausted
 from cachesvc.model.words import ABSENT, WritePolicy
@@ -266,6 +266,17 @@ def test_a_path_that_has_left_memory_was_used_all_the_same() -> None:
     serve(at.rig, at.lease, 2, "wxyz")
     pass_down(at)
     assert packed("ab")[1] in {use.key for use in at.storage.uses}
+
+
+def test_uses_from_before_a_purge_have_nothing_written_after_it() -> None:
+    at = storing()
+    used(at, "abc", 1)
+    forget_all(at.rig.core, at.rig.model)
+    pass_down(at)
+    assert write_all(at) == []
+    used(at, "abc", 2)
+    pass_down(at)
+    assert write_all(at) == packed("abc")
 
 
 def test_uses_that_wait_are_bounded() -> None:

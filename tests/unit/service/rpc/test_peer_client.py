@@ -12,7 +12,7 @@ import pytest
 from kvcache.v1 import peer_pb2, peer_pb2_grpc
 
 from cachesvc.model.errors import CacheError, Unavailable
-from cachesvc.peer.fleet import Borrowed, Loan, PeerRefused
+from cachesvc.peer.fleet import Loan, PeerRefused
 from cachesvc.service.rpc.peer_service import GrpcControl, PeerListening
 from cachesvc.storage.seam import Part, Scope
 from cachesvc.wire.status import ERROR_METADATA_KEY
@@ -53,13 +53,13 @@ def answering(answer: peer_pb2.BorrowResponse | Answering, port: int = 0) -> Ite
         server.stop(None).wait()
 
 
-def borrow_by(control: GrpcControl) -> Borrowed | CacheError:
-    said: Future[Borrowed | CacheError] = Future()
+def borrow_by(control: GrpcControl) -> Loan | CacheError:
+    said: Future[Loan | CacheError] = Future()
     control.borrow_later(Scope(bytes(32), bytes(8)), KEYS, PARTS, 0.0, 60.0, said.set_result)
     return said.result()
 
 
-def borrow(answer: peer_pb2.BorrowResponse) -> Borrowed | CacheError:
+def borrow(answer: peer_pb2.BorrowResponse) -> Loan | CacheError:
     with answering(answer) as port, closing(GrpcControl(f"127.0.0.1:{port}", PeerListening(""), None)) as control:
         return borrow_by(control)
 
@@ -76,14 +76,13 @@ def test_a_peer_whose_news_failed_before_it_was_there_is_asked_at_once() -> None
                 control.news_later(0, 0, 20.0, failed.set_result)
                 assert isinstance(failed.result(), CacheError)
             with answering(peer_pb2.BorrowResponse(lease_id=3, epoch=7, data_port=7101, lent=bytes([1])), port):
-                assert isinstance(borrow_by(control), Borrowed)
+                assert isinstance(borrow_by(control), Loan)
 
 
 def test_what_is_lent_of_each_key_and_part_comes_as_it_was_said() -> None:
     said = borrow(peer_pb2.BorrowResponse(lease_id=3, epoch=7, data_port=7101, lent=bytes([1, 0, 1, 1])))
-    assert isinstance(said, Borrowed)
-    assert said.loan is not None
-    assert said.loan.lent == (True, False, True, True)
+    assert isinstance(said, Loan)
+    assert said.lent == (True, False, True, True)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +99,7 @@ def test_an_answer_to_another_question_is_none(answer: peer_pb2.BorrowResponse) 
     assert "was asked for 8" in str(said)
 
 
-LOAN = Loan(1, 7, bytes(32), "127.0.0.1", 7101, 30.0, (True,))
+LOAN = Loan(1, 7, bytes(32), "127.0.0.1", 7101, (True,))
 
 
 def beat(control: GrpcControl) -> CacheError | None:
