@@ -29,6 +29,7 @@ from cachesvc.service.access.auth import Caller, Doorkeeper, allow, find_caller,
 from cachesvc.service.access.quota import FREE_BYTES
 from cachesvc.service.calls.dispatcher import Dispatcher, Operation
 from cachesvc.service.rpc.services import CacheService
+from cachesvc.service.rpc.steps import OPERATIONS
 from cachesvc.telemetry import events
 from cachesvc.telemetry.tracing import Tracer
 from cachesvc.wire.lane import (
@@ -443,17 +444,14 @@ class Lanes:
 
 
 def rows_of(cache: CacheService) -> dict[int, Row]:
-    return {
-        METHODS["Step"]: Row(cache.step, cache_pb2.StepRequest, is_step=True),
-        METHODS["Match"]: Row(cache.match, cache_pb2.MatchRequest),
-        METHODS["Allocate"]: Row(cache.allocate, cache_pb2.AllocateRequest),
-        METHODS["Publish"]: Row(cache.publish, cache_pb2.PublishRequest),
-        METHODS["Release"]: Row(cache.release, cache_pb2.ReleaseRequest, may_be_silent=True),
-        METHODS["Recycle"]: Row(cache.recycle, cache_pb2.RecycleRequest),
-        METHODS["Swap"]: Row(cache.swap, cache_pb2.SwapRequest),
-        METHODS["Prefetch"]: Row(cache.prefetch, cache_pb2.PrefetchRequest),
-        METHODS["WaitTickets"]: Row(cache.wait_tickets, cache_pb2.WaitTicketsRequest),
-    }
+    """The calls of ``METHODS``, by their numbers."""
+    rows: dict[int, Row] = {}
+    operations: list[Operation[Any, Any]] = [row for name, row in OPERATIONS.items() if name != "extend"]
+    for operation in (cache.step, cache.wait_tickets, *operations):
+        name = operation.name.rpartition("/")[2]
+        request = getattr(cache_pb2, f"{name}Request")
+        rows[METHODS[name]] = Row(operation, request, is_step=name == "Step", may_be_silent=name == "Release")
+    return rows
 
 
 MAX_UNREAD_BYTES = 2 * MAX_MESSAGE_BYTES
