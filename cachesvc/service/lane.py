@@ -446,8 +446,9 @@ class Lanes:
 def rows_of(cache: CacheService) -> dict[int, Row]:
     """The calls of ``METHODS``, by their numbers."""
     rows: dict[int, Row] = {}
-    operations: list[Operation[Any, Any]] = [row for name, row in OPERATIONS.items() if name != "extend"]
-    for operation in (cache.step, cache.wait_tickets, *operations):
+    operations: list[Operation[Any, Any]] = [cache.step, cache.wait_tickets]
+    operations += [row for name, row in OPERATIONS.items() if name != "extend"]
+    for operation in operations:
         name = operation.name.rpartition("/")[2]
         request = getattr(cache_pb2, f"{name}Request")
         rows[METHODS[name]] = Row(operation, request, is_step=name == "Step", may_be_silent=name == "Release")

@@ -263,7 +263,7 @@ class Facts:
                 tokens=who not in UNPROVEN,
                 attention=self.attention(who.sees, sees_all=who.sees_all),
                 transports=self.transports(),
-                loop=status_pb2.LoopStatus(**self.loop.line()._asdict()),
+                loop=self.loop.status(),
             )
         )
         return found

@@ -314,8 +314,8 @@ class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
         node = self._node
         lease_id = self._dispatcher.live_lease(ask).id
         if request.pause_write_backs_ms:
-            milliseconds = request.pause_write_backs_ms
-            node.run_call(ask.renewed(), lambda core, call: pause_write_backs(core, call, milliseconds))
+            call = ask.renewed()
+            node.run_of(call.model.id, pause_write_backs, node.core, call, request.pause_write_backs_ms)
         ends = ask.who.grace_ends
         return lease_pb2.KeepAliveResponse(
             lease_id=lease_id,
