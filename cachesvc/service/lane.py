@@ -25,7 +25,7 @@ from kvcache.v1.lane_pb2 import LaneHello, LaneWelcome
 
 from cachesvc.model.errors import CacheError, ErrorCode, InvalidRequest, LimitExceeded, NotSupported
 from cachesvc.service.access.admission import CallerKey
-from cachesvc.service.access.auth import Caller, Doorkeeper, allow, find_caller, otherwise_local, scopes_of
+from cachesvc.service.access.auth import Caller, Doorkeeper, allow, find_caller, otherwise_local
 from cachesvc.service.access.quota import FREE_BYTES
 from cachesvc.service.calls.dispatcher import Dispatcher, Operation
 from cachesvc.service.rpc.services import CacheService
@@ -355,9 +355,6 @@ class Lane:
             self._take()
 
 
-SCOPES = scopes_of("/kvcache.v1.CacheService/Step")
-
-
 MOST_HALF_READ_BYTES = 64 << 20
 """Memory for frames that have not come whole, of all lanes of one process."""
 
@@ -425,7 +422,7 @@ class Lanes:
 
     def _admit(self, token: str, process: bytes) -> Caller:
         found = find_caller(self._keeper, token, process)
-        return allow(found or otherwise_local(self._keeper), SCOPES, "/kvcache.v1.CacheService/lane")
+        return allow(found or otherwise_local(self._keeper), "/kvcache.v1.CacheService/lane")
 
     def _check_memory(self, lane: Lane) -> None:
         mine = self._party(lane.process)  # a process may have many life connections

@@ -7,6 +7,7 @@ operators alone, so that a new one is closed until a rule opens it.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import re
@@ -212,14 +213,13 @@ class Guard(grpc.aio.ServerInterceptor):
     ) -> Any:
         """The handler of the call, or one that refuses it."""
         method = handler_call_details.method
-        scopes = scopes_of(method)
         metadata = handler_call_details.invocation_metadata
         try:
             found = find_caller(self._keeper, *credentials_of(metadata))
             if found is None and self._by_certificate:
                 handler = readable(await continuation(handler_call_details), self._charge_caller)
                 return self._ask_certificate(handler, method, metadata)
-            set_caller(allow(found or self._otherwise, scopes, method))
+            set_caller(allow(found or self._otherwise, method))
         except CacheError as refusal:
             self._refused(method, refusal.code.value)
             return refusing(refusal)
@@ -242,7 +242,7 @@ class Guard(grpc.aio.ServerInterceptor):
             try:
                 names = names_of(context.auth_context())
                 found = find_caller(self._keeper, *credentials_of(metadata), names)
-                set_caller(allow(found or self._otherwise, scopes_of(method), method))
+                set_caller(allow(found or self._otherwise, method))
             except CacheError as refusal:
                 self._refused(method, refusal.code.value)
                 raise
@@ -263,7 +263,7 @@ def otherwise_local(keeper: Doorkeeper | None) -> Caller | None:
     return EVERYONE if keeper is None else None
 
 
-def allow(found: Caller | None, scopes: tuple[Scope, ...], method: str) -> Caller:
+def allow(found: Caller | None, method: str) -> Caller:
     """Return ``found``, if it may call ``method``. Raises Unauthenticated without a caller, PermissionDenied."""
     if found is None:
         raise Unauthenticated(
@@ -274,7 +274,7 @@ def allow(found: Caller | None, scopes: tuple[Scope, ...], method: str) -> Calle
         found.check()
     else:
         found.require_current(method.rpartition("/")[2])
-    if not found.may(scopes):
+    if not found.may(scopes := scopes_of(method)):
         needed = " or ".join(scope.value for scope in scopes)
         raise PermissionDenied(f"{found.name!r} may not call {method.rpartition('/')[2]}: that takes scope {needed}")
     return found
@@ -322,25 +322,23 @@ def _wrap(handler: Any, enter: Callable[[Any], None]) -> Any:
         except CacheError as error:
             await _abort(context, error)
 
+    shape = "_".join("stream" if each else "unary" for each in (handler.request_streaming, handler.response_streaming))
+    serve = getattr(handler, shape)
+
     async def one(request: Any, context: Any) -> Any:
         await admit(context)
-        serve = handler.stream_unary if handler.request_streaming else handler.unary_unary
         return await serve(request, context)
 
     async def many(request: Any, context: Any) -> AsyncIterator[Any]:
         await admit(context)
-        serve = handler.stream_stream if handler.request_streaming else handler.unary_stream
-        async for answer in serve(request, context):
+        answers = serve(request, context)
+        if inspect.isawaitable(answers):  # it writes its answers itself, and yields none
+            await answers
+            return
+        async for answer in answers:
             yield answer
 
-    shape = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[handler.request_streaming, handler.response_streaming]
-    behaviour: Any = many if handler.response_streaming else one
-    return shape(behaviour, handler.request_deserializer, handler.response_serializer)
+    return handler._replace(**{shape: many if handler.response_streaming else one})
 
 
 MODEL_BITS, TICKET_BITS = 30, 40

@@ -117,7 +117,8 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     def _step(self, ask: Ask, request: cache_pb2.StepRequest) -> cache_pb2.StepResponse | asyncio.Future[Any]:
         count = len(request.operations) + count_entries(request.columns)
         if ask.holder.meter is not None:  # what is refused for its size has cost its reading, too
-            ask.holder.meter.admit_operations(1 + min(count, self.operations_per_step), ask.began)
+            weight = 1 + min(count, self.operations_per_step)
+            ask.holder.meter.admit("operations_per_second", weight, ask.began)
         if request.request_id == 0:
             raise InvalidRequest("a step needs a request_id above 0, rising within the lease")
         if count > self.operations_per_step:
