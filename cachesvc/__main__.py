@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import ctypes
 import json
 import logging
@@ -133,6 +134,8 @@ def check_machine(config: Config, form: str) -> int:
 
 def _run(parts: DaemonParts) -> None:
     """Run on uvloop where it is installed: its round trips are shorter."""
+    from cachesvc.daemon import run
+
     sys.setswitchinterval(SWITCH_SECONDS)
     c_library = ctypes.CDLL(None)
     if hasattr(c_library, "mallopt"):  # other C libraries have none
@@ -142,19 +145,11 @@ def _run(parts: DaemonParts) -> None:
     if most != resource.RLIM_INFINITY and most < LEAST_FILES:
         raise Unavailable(f"this process may open {most} files; raise the limit (ulimit -n) to {LEAST_FILES} or more")
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # an engine takes three: two connections and a pidfd
-    try:
-        from uvloop import Loop
-    except ImportError:
-        asyncio.run(_serve(parts))
-        return
-    with asyncio.Runner(loop_factory=Loop) as runner:
-        runner.run(_serve(parts))
-
-
-async def _serve(parts: DaemonParts) -> None:
-    from cachesvc.daemon import run
-
-    await run(parts)
+    factory: Any = None
+    with contextlib.suppress(ImportError):
+        from uvloop import Loop as factory  # noqa: N813 - a class that makes loops
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(run(parts))
 
 
 def _parser() -> argparse.ArgumentParser:

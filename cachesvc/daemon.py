@@ -87,11 +87,15 @@ class DaemonParts:
     stopping: asyncio.Event
 
 
+def _nothing() -> None:
+    """No-op for a part that needs no start, or no close."""
+
+
 class Step(NamedTuple):
     """A part's start and its close, each a plain call or one to await."""
 
-    start: Callable[[], object]
-    close: Callable[[], object]
+    start: Callable[[], object] = _nothing
+    close: Callable[[], object] = _nothing
 
 
 def build(
@@ -135,7 +139,7 @@ def build(
         web=WebPage(node, config.web_listen, facts),
         administration=administration,
         reloader=reloader,
-        collector=collector_between_calls(node, dispatcher.admission, partial(_rows, node.core.ledger)),
+        collector=collector_between_calls(node, dispatcher.admission),
         stopping=asyncio.Event(),
     )
 
@@ -147,32 +151,32 @@ def steps(parts: DaemonParts) -> tuple[Step, ...]:
     admit = next((keyring.admit_scraper for keyring in parts.keyrings), None)
     return (
         Step(parts.claim.take, parts.claim.release),
-        Step(partial(check_machine, config, hardware), _nothing),
+        Step(partial(check_machine, config, hardware)),
         Step(hardware.backend.start, hardware.backend.close),
-        Step(partial(measure_links, config, hardware, parts.facts.devices.append), _nothing),
+        Step(partial(measure_links, config, hardware, parts.facts.devices.append)),
         Step(telemetry.start_tracing, telemetry.close),
         Step(engine.start, engine.close),
         Step(parts.collector.start, parts.collector.close),
         Step(partial(node.start, vault), node.close),
-        Step(storages.start, _nothing),
+        Step(storages.start),
         Step(host_pool.start, host_pool.close),
-        Step(_nothing, storages.close),
-        Step(_nothing, parts.registrar.close),
-        Step(_nothing, partial(asyncio.to_thread, hardware.hurry)),  # a Register may wait for a mover that hangs
+        Step(close=storages.close),
+        Step(close=parts.registrar.close),
+        Step(close=partial(asyncio.to_thread, hardware.hurry)),  # a Register may wait for a mover that hangs
         Step(parts.life.start, parts.life.close),
         *(Step(keyring.start, keyring.close) for keyring in parts.keyrings),
         Step(parts.checksums.start, parts.checksums.close),
         Step(parts.server.start, partial(parts.server.close, grace_seconds)),
-        Step(_nothing, parts.dispatcher.stop),
+        Step(close=parts.dispatcher.stop),
         Step(parts.following.start, parts.following.close),
         Step(parts.health.start, parts.health.close),
-        Step(partial(telemetry.start_metrics, parts.metrics, admit), _nothing),
+        Step(partial(telemetry.start_metrics, parts.metrics, admit)),
         Step(parts.web.start, parts.web.close),
         # In reverse: waits end, copies land (then engines may recompute into the pages of their loads), and engines
         # learn of the end before the socket closes: else a call could reach the next daemon under an old lease.
-        Step(_nothing, parts.life.close),
-        Step(_nothing, partial(asyncio.to_thread, engine.finish)),
-        Step(_nothing, node.stop_waiting),
+        Step(close=parts.life.close),
+        Step(close=partial(asyncio.to_thread, engine.finish)),
+        Step(close=node.stop_waiting),
     )
 
 
@@ -184,7 +188,7 @@ async def run(parts: DaemonParts) -> None:
     loop, began = asyncio.get_running_loop(), time.monotonic()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, parts.stopping.set)
-    loop.add_signal_handler(signal.SIGHUP, _reload_too_early)  # what it does by itself would end the daemon
+    loop.add_signal_handler(signal.SIGHUP, events.event, "reload_too_early")  # by itself it would end the daemon
     async with started(steps(parts)):
         _tell_ready(parts, round(time.monotonic() - began, 3))
         loop.add_signal_handler(signal.SIGHUP, _reload, parts)
@@ -261,10 +265,6 @@ def _core(config: Config, engine: SwapEngine, epoch: int) -> Core:
         return Core(Ledger(), engine, policy, writing, limits, new_name=new_name)
     ledger = Ledger(ticket_numbers=unordered_numbers(TICKET_BITS))  # engines of several tenants get them
     return Core(ledger, engine, policy, writing, limits, new_name=new_name, model_numbers=unordered_numbers(MODEL_BITS))
-
-
-def _rows(ledger: Ledger) -> int:
-    return sum(len(model.blocks.index.keys) for model in ledger.models.values())
 
 
 def _life(config: Config, base: Base, lanes: Lanes) -> LifeServer:
@@ -358,10 +358,6 @@ async def _carry_out(call: Callable[[], object]) -> None:
         await result
 
 
-def _nothing() -> None:
-    """No-op for a part that needs no start, or no close."""
-
-
 def _tell_ready(parts: DaemonParts, seconds: float) -> None:
     events.event("config", **parts.config.shown())
     events.event(
@@ -376,10 +372,6 @@ def _tell_ready(parts: DaemonParts, seconds: float) -> None:
         pid=os.getpid(),
         seconds=seconds,
     )
-
-
-def _reload_too_early() -> None:
-    events.event("reload_too_early")
 
 
 def _reload(parts: DaemonParts) -> None:

@@ -224,7 +224,7 @@ class Keyring:
                 )
             digest = hashlib.sha256(token[:MAX_TOKEN_BYTES].encode(errors="replace")).hexdigest()
             entry = self._retired.get(digest)
-            found = callers.get(("token", digest)) or (entry and entry.caller)
+            found = callers.get(("token", digest)) or (None if entry is None else entry.caller)
             # The look-up compares digests, which a caller cannot steer; this one leaves no doubt.
             if found is None or not hmac.compare_digest(found.digest, digest):
                 raise Unauthenticated("the token is not known to this daemon; ask its operator for one")

@@ -530,9 +530,13 @@ class Collector:
         self._last = now
 
 
-def collector_between_calls(node: Node, admission: Admission, rows: Callable[[], int]) -> Collector:
+def collector_between_calls(node: Node, admission: Admission) -> Collector:
     """Make a collector that the node's sweep runs while no call is being served and no flow has turns left."""
-    collector = Collector(lambda: not (admission.work.held or node.has_turns), rows)
+    models = node.core.ledger.models
+    collector = Collector(
+        lambda: not (admission.work.held or node.has_turns),
+        lambda: sum(len(model.blocks.index.keys) for model in models.values()),
+    )
     node.on_sweep = collector.rest
     node.on_work = partial(collector.glance, node.core.chores)
     return collector
