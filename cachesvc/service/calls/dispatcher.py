@@ -281,7 +281,8 @@ class Dispatcher:
         if self._is_stopping:
             raise Unavailable("the daemon stops; go on without the cache")
         caller = process() if lease is None else lease.opened_by[0] or lease_id
-        holder = self.admission.holder(caller, tenant)
+        quotas = self.admission.quotas  # as Admission.holder, without a call
+        holder = Holder(caller, None if quotas is None else quotas.meter(tenant))
         repeats = self._repeats.get(lease_id) if request_id and lease is not None else None
         is_retry = repeats is not None and (request_id in repeats.given or request_id in repeats.under_way)
         # A retry takes no further place: its first call has one, or has been answered.
