@@ -24,7 +24,7 @@ from kvcache.v1.cache_pb2 import OperationError
 from kvcache.v1.lane_pb2 import LaneHello, LaneWelcome
 
 from cachesvc.model.errors import CacheError, ErrorCode, InvalidRequest, LimitExceeded, NotSupported
-from cachesvc.service.access.auth import Caller, Doorkeeper, allow, find_caller, otherwise_local
+from cachesvc.service.access.auth import EVERYONE, Caller, Doorkeeper, Unlocked, allow
 from cachesvc.service.access.quota import FREE_BYTES
 from cachesvc.service.calls.dispatcher import Dispatcher, Operation
 from cachesvc.service.rpc.services import CacheService
@@ -360,7 +360,7 @@ class Lanes:
         self.party_of = dispatcher.node.party_of
         self._most = most
         self._calls = 0
-        self._keeper = keeper
+        self._keeper = keeper or Unlocked(EVERYONE)
         self._lanes: dict[bytes, set[Lane]] = {}
 
     def open(self, process: bytes) -> socket.socket:
@@ -403,8 +403,7 @@ class Lanes:
 
     def admit(self, token: str, process: bytes) -> Caller:
         """The caller of a lane. Raises Unauthenticated, PermissionDenied."""
-        found = find_caller(self._keeper, token, process)
-        return allow(found or otherwise_local(self._keeper), "/kvcache.v1.CacheService/lane")
+        return allow(self._keeper.find(token, process, ()), "/kvcache.v1.CacheService/lane")
 
     def check_memory(self, lane: Lane) -> None:
         """Close a lane whose process has too much half-read."""

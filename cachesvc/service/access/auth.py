@@ -174,6 +174,17 @@ class Doorkeeper(Protocol):
         """
 
 
+class Unlocked:
+    """A doorkeeper where no tokens are configured: any caller is ``who``."""
+
+    def __init__(self, who: Caller) -> None:
+        self._who = who
+
+    def find(self, token: str, process: bytes, names: Iterable[str]) -> Caller:
+        """Whatever proof it has."""
+        return self._who
+
+
 Charge = Callable[[Caller, int], None]
 """``charge(caller, bytes)`` of a message that is not parsed yet. Raises QuotaExceeded."""
 
@@ -185,22 +196,20 @@ def free(_caller: Caller, _size_bytes: int) -> None:
 class Guard(grpc.aio.ServerInterceptor):
     """Stands before every RPC of one listener.
 
-    ``otherwise``: caller without a proof; None: it is refused. ``by_certificate``: the transport has asked
-    for a certificate, whose names count. ``refused(method, code)`` is called for each refused call; the method is the
+    A caller that ``keeper`` does not find is refused. ``by_certificate``: the transport has asked for a certificate,
+    whose names count. ``refused(method, code)`` is called for each refused call; the method is the
     caller's text. ``charge``: what a message's bytes cost its caller, before they are parsed.
     """
 
     def __init__(
         self,
-        keeper: Doorkeeper | None,
-        otherwise: Caller | None,
+        keeper: Doorkeeper,
         *,
         by_certificate: bool = False,
         refused: Callable[[str, str], None] = lambda _method, _code: None,
         charge: Charge = free,
     ) -> None:
         self._keeper = keeper
-        self._otherwise = otherwise
         self._by_certificate = by_certificate
         self._refused = refused
         self._charge = charge
@@ -215,11 +224,11 @@ class Guard(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         metadata = handler_call_details.invocation_metadata
         try:
-            found = find_caller(self._keeper, *credentials_of(metadata))
+            found = self._keeper.find(*credentials_of(metadata), ())
             if found is None and self._by_certificate:
                 handler = readable(await continuation(handler_call_details), self._charge_caller)
                 return self._ask_certificate(handler, method, metadata)
-            set_caller(allow(found or self._otherwise, method))
+            set_caller(allow(found, method))
         except CacheError as refusal:
             self._refused(method, refusal.code.value)
             return refusing(refusal)
@@ -241,26 +250,12 @@ class Guard(grpc.aio.ServerInterceptor):
         def enter(context: Any) -> None:
             try:
                 names = names_of(context.auth_context())
-                found = find_caller(self._keeper, *credentials_of(metadata), names)
-                set_caller(allow(found or self._otherwise, method))
+                set_caller(allow(self._keeper.find(*credentials_of(metadata), names), method))
             except CacheError as refusal:
                 self._refused(method, refusal.code.value)
                 raise
 
         return None if handler is None else _wrap(handler, enter)
-
-
-def find_caller(keeper: Doorkeeper | None, token: str, process: bytes, names: Iterable[str] = ()) -> Caller | None:
-    """Caller with this token, process or certificate's name; None where it is unknown, or where no proof is wanted.
-
-    Raises Unauthenticated for a token that is not known.
-    """
-    return None if keeper is None else keeper.find(token, process, names)
-
-
-def otherwise_local(keeper: Doorkeeper | None) -> Caller | None:
-    """Caller from this node without a proof."""
-    return EVERYONE if keeper is None else None
 
 
 def allow(found: Caller | None, method: str) -> Caller:
