@@ -119,7 +119,7 @@ class Daemon:
         self._make_services(Edge(self.dispatcher, telemetry.tracer), quotas, reread)
 
     def _make_services(self, edge: Edge, quotas: Quotas | None, reread: Callable[[], Config] | None) -> None:
-        """What callers reach: services, sockets, health checks, the page and the metrics."""
+        """Make all that callers reach: services, sockets, health checks, the page and the metrics."""
         config, node, backend, ways = self.config, self.node, self.hardware.backend, ways_in()
         watch, admission = self.telemetry.watch, self.dispatcher.admission
         cache, lease = CacheService(edge, config.operations_per_step), LeaseService(edge, quotas)
