@@ -224,7 +224,7 @@ class Daemon:
         loop, began = asyncio.get_running_loop(), time.monotonic()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stopping.set)
-        loop.add_signal_handler(signal.SIGHUP, events.event, "reload_too_early")  # by itself it would end the daemon
+        loop.add_signal_handler(signal.SIGHUP, lambda: events.event("reload_too_early"))  # else it ends the daemon
         async with started(self.steps()):
             self._tell_ready(round(time.monotonic() - began, 3))
             loop.add_signal_handler(signal.SIGHUP, self._reload)

@@ -181,7 +181,6 @@ class Unlocked:
         self._who = who
 
     def find(self, token: str, process: bytes, names: Iterable[str]) -> Caller:
-        """Whatever proof it has."""
         return self._who
 
 

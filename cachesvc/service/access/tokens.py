@@ -103,13 +103,13 @@ class Retired:
         if caller.calls == self.calls:
             return
         self.calls, self.shown_at = caller.calls, now
-        about: dict[str, Any] = {"caller": caller.name, "tenant": caller.tenant or ""}
         if caller.revoked and not self.is_refusal_told:
             self.is_refusal_told = True
-            events.warning("token_refused", **about)
+            events.warning("token_refused", caller=caller.name, tenant=caller.tenant or "")
         elif not caller.revoked and not self.is_told:
             self.is_told = True
-            events.warning("token_retired_shown", **about, seconds=round((caller.grace_ends or now) - now))
+            left = round((caller.grace_ends or now) - now)
+            events.warning("token_retired_shown", caller=caller.name, tenant=caller.tenant or "", seconds=left)
 
 
 class Keyring:
