@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import ctypes
 import json
 import logging
@@ -22,7 +23,7 @@ from cachesvc.mover.life import Listing
 from cachesvc.telemetry.events import start_logging
 
 if TYPE_CHECKING:
-    from cachesvc.daemon import DaemonParts
+    from cachesvc.daemon import Daemon
 
 SWITCH_SECONDS = 0.0002
 """Interval after which a copy thread yields the interpreter to the event loop, seconds. Python's 5 ms would be the p99
@@ -52,7 +53,7 @@ def main() -> None:
             sys.exit(check_machine(config, form))
         has_no_gpus = is_check or config.backend == "shm" or config.movers == "inside"
         listing = None if has_no_gpus else Listing()  # while all else is imported
-        from cachesvc.daemon import build
+        from cachesvc.daemon import Daemon
         from cachesvc.hardware import choose_hardware
 
         if is_check:
@@ -69,7 +70,7 @@ def main() -> None:
     start_logging(config.log_level)
     reread = partial(load_config, path, flags) if path else None
     try:
-        _run(build(config, reread, partial(choose_hardware, listing=listing)))
+        _run(Daemon(config, reread, partial(choose_hardware, listing=listing)))
     except CacheError as refused:
         if sys.stderr.isatty():
             print(f"cachesvcd: {refused}", file=sys.stderr)
@@ -131,7 +132,7 @@ def check_machine(config: Config, form: str) -> int:
     return 0 if is_ready(findings) else 1
 
 
-def _run(parts: DaemonParts) -> None:
+def _run(daemon: Daemon) -> None:
     """Run on uvloop where it is installed: its round trips are shorter."""
     sys.setswitchinterval(SWITCH_SECONDS)
     c_library = ctypes.CDLL(None)
@@ -142,19 +143,11 @@ def _run(parts: DaemonParts) -> None:
     if most != resource.RLIM_INFINITY and most < LEAST_FILES:
         raise Unavailable(f"this process may open {most} files; raise the limit (ulimit -n) to {LEAST_FILES} or more")
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # an engine takes three: two connections and a pidfd
-    try:
-        from uvloop import Loop
-    except ImportError:
-        asyncio.run(_serve(parts))
-        return
-    with asyncio.Runner(loop_factory=Loop) as runner:
-        runner.run(_serve(parts))
-
-
-async def _serve(parts: DaemonParts) -> None:
-    from cachesvc.daemon import run
-
-    await run(parts)
+    factory: Any = None
+    with contextlib.suppress(ImportError):
+        from uvloop import Loop as factory  # noqa: N813 - a class that makes loops
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(daemon.run())
 
 
 def _parser() -> argparse.ArgumentParser:

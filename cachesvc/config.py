@@ -384,8 +384,6 @@ def _check_ports(config: Config) -> None:
 
 
 def _check_listen(config: Config) -> None:
-    if config.health_listen:
-        parse_address("health_listen", config.health_listen)
     if not config.listen:
         if config.tls_certificate or config.tls_key or config.tls_client_ca:
             raise InvalidRequest("tls_certificate, tls_key and tls_client_ca are for listen, which is not set")
@@ -408,8 +406,6 @@ def _check_listen(config: Config) -> None:
 
 
 def _check_telemetry(config: Config) -> None:
-    if config.metrics_listen:
-        parse_address("metrics_listen", config.metrics_listen)
     if config.otlp_endpoint and not re.fullmatch(r"https?://[^@/\s]+/?", config.otlp_endpoint):
         raise InvalidRequest(
             f"otlp_endpoint: {config.otlp_endpoint!r} is not http://HOST:PORT or https://HOST:PORT; "

@@ -1,4 +1,4 @@
-"""The composition root: ``build`` makes the parts, ``run`` starts them in order and closes them in reverse."""
+"""The composition root: a ``Daemon`` makes its parts, ``run`` starts them in order and closes them in reverse."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import NamedTuple
 
@@ -33,7 +33,6 @@ from cachesvc.service.admin.admin_service import Administration, AdminService, I
 from cachesvc.service.admin.checksums import Checksums
 from cachesvc.service.admin.metric_values import MetricValues
 from cachesvc.service.calls.dispatcher import Dispatcher
-from cachesvc.service.calls.registrar import Registrar
 from cachesvc.service.calls.telemetry import Telemetry
 from cachesvc.service.host.device_health import DeviceHealth, Facts
 from cachesvc.service.host.health import HealthAnswers
@@ -43,7 +42,7 @@ from cachesvc.service.host.server import Listening, Server, Services, service_na
 from cachesvc.service.host.socket_files import SocketClaim
 from cachesvc.service.host.web import WebPage
 from cachesvc.service.lane import Lanes
-from cachesvc.service.loop.node import Collector, Node, collector_between_calls
+from cachesvc.service.loop.node import Node, collector_between_calls
 from cachesvc.service.rpc.edge import Edge
 from cachesvc.service.rpc.event_service import EventService
 from cachesvc.service.rpc.services import CacheService, EngineService, LeaseService
@@ -62,136 +61,200 @@ OPEN_SECONDS = 30.0
 """From Register to Open: an engine maps nothing in between, but its processes may have to start."""
 
 
-@dataclass(frozen=True, slots=True)
-class DaemonParts:
-    """Everything that runs in a daemon's process. ``keyrings``: one where tokens are configured, else none.
-    ``stopping``: set it to end the daemon."""
-
-    config: Config
-    base: Base
-    claim: SocketClaim
-    life: LifeServer
-    registrar: Registrar
-    keyrings: tuple[Keyring, ...]
-    checksums: Checksums
-    dispatcher: Dispatcher
-    server: Server
-    following: EventService
-    health: DeviceHealth
-    facts: Facts
-    metrics: MetricValues
-    web: WebPage
-    administration: Administration
-    reloader: Reloader
-    collector: Collector
-    stopping: asyncio.Event
+def _nothing() -> None:
+    """No-op for a part that needs no start, or no close."""
 
 
 class Step(NamedTuple):
     """A part's start and its close, each a plain call or one to await."""
 
-    start: Callable[[], object]
-    close: Callable[[], object]
+    start: Callable[[], object] = _nothing
+    close: Callable[[], object] = _nothing
 
 
-def build(
-    config: Config, reread: Callable[[], Config] | None = None, choose: Callable[[Config], Hardware] = choose_hardware
-) -> DaemonParts:
-    """Make everything, and start nothing. ``reread`` gives the configuration as its file has it by now.
+class Daemon:
+    """Everything that runs in a daemon's process: made here, started by ``run``. ``reread`` gives the configuration as
+    its file has it by now. ``stopping``: set it to end the daemon.
 
     Raises a CacheError that says what cannot be had.
     """
-    base, claim = _base(config, choose(config)), SocketClaim(config.socket)
-    base.hardware.share_claim(claim.held)
-    node, watch = base.node, base.telemetry.watch
-    process_of, grace = node.core.ledger.processes.get, config.token_grace_seconds
-    keyring = Keyring(config.tokens, process_of, node.now, grace) if config.tokens else None
-    answers = HealthAnswers(service_names())
-    health = DeviceHealth(base.hardware.backend, node, answers.tell, heals=base.hardware.has_processes)
-    administration = Administration(node, health, config.drain_seconds)
-    checksums = Checksums(node, base.engine.page_bytes, config.checksums, config.checksum_limit)
-    calls = _calls(config, base, keyring)
-    facts = _facts(config, base, health, calls, keyring)
-    following = EventService(node, config.event_subscribers)
-    reloader = _reloader(config, base, calls, administration, facts, reread)
-    storage, quotas, reload = base.storages.answers, calls.all_quotas, reloader.reload
-    admin = AdminService(calls.edge, Inspection(node, checksums), administration, facts, quotas, reload, storage)
-    services = Services(calls.engine, calls.lease, calls.cache, following, admin)
-    dispatcher = calls.edge.dispatcher
-    return DaemonParts(
-        config=config,
-        base=base,
-        claim=claim,
-        life=_life(config, base, calls.lanes),
-        registrar=calls.engine.registrar,
-        keyrings=() if keyring is None else (keyring,),
-        checksums=checksums,
-        dispatcher=dispatcher,
-        server=Server(services, _listening(config), answers, keyring, watch.refused, dispatcher.charge, ways=ways_in()),
-        following=following,
-        health=health,
-        facts=facts,
-        metrics=MetricValues(facts, node, base.engine, dispatcher.admission, watch, calls.cache, base.storages.read),
-        web=WebPage(node, config.web_listen, facts),
-        administration=administration,
-        reloader=reloader,
-        collector=collector_between_calls(node, dispatcher.admission, partial(_rows, node.core.ledger)),
-        stopping=asyncio.Event(),
-    )
 
+    def __init__(
+        self,
+        config: Config,
+        reread: Callable[[], Config] | None = None,
+        choose: Callable[[Config], Hardware] = choose_hardware,
+    ) -> None:
+        self.config = config
+        self.stopping = asyncio.Event()
+        # The ledger, and what holds and moves the bytes that it knows of.
+        hardware = self.hardware = choose(config)
+        self.claim = SocketClaim(config.socket)
+        hardware.share_claim(self.claim.held)
+        telemetry = self.telemetry = Telemetry(config.metrics_listen, config.otlp_endpoint, __version__, os.environ)
+        epoch, backend = secrets.randbits(63), hardware.backend
+        engine = self.engine = SwapEngine(hardware.movers, tracer=telemetry.tracer)
+        core = _core(config, engine, epoch)
+        node = self.node = Node(core, epoch=epoch, wait_seconds=config.wait_seconds, lease_seconds=config.lease_seconds)
+        engine.on_done = node.on_transfer_done
+        hardware.tell_losses(node.on_device_lost)
+        self.storages = Storages(config)
+        self.host_pool = HostPool(
+            *(config.host_pool, config.host_chunk, config.host_threads, hardware.nodes, backend),
+            in_files=hardware.has_processes,
+            on_ready=self.storages.chunk_ready,
+        )
+        self.vault = Vault(backend, self.host_pool, engine, node.on_host_pages)
+        self.storages.connect(node, self.vault, self.host_pool)
+        # Callers and their limits.
+        keyring = self.keyring = None
+        quotas = None
+        if config.tokens:
+            processes, grace = core.ledger.processes, config.token_grace_seconds
+            keyring = self.keyring = Keyring(config.tokens, processes.get, node.now, grace)
+            quotas = Quotas(core, keyring.quota_of, keyring.tenants, keyring.working_tenants)
+        admission = Admission(config.calls_in_flight, config.waiting_calls, config.waiting_calls_per_process, quotas)
+        self.dispatcher = Dispatcher(node, admission, telemetry.watch if telemetry.is_on else None)
+        self.collector = collector_between_calls(node, admission)
+        self._make_services(Edge(self.dispatcher, telemetry.tracer), quotas, reread)
 
-def steps(parts: DaemonParts) -> tuple[Step, ...]:
-    """Steps of a start, in this order; the daemon closes them in reverse."""
-    config, (hardware, telemetry, engine, node, host_pool, vault, storages) = parts.config, parts.base
-    grace_seconds = max(GOODBYE_SECONDS, min(STOP_SECONDS, config.drain_seconds))
-    admit = next((keyring.admit_scraper for keyring in parts.keyrings), None)
-    return (
-        Step(parts.claim.take, parts.claim.release),
-        Step(partial(check_machine, config, hardware), _nothing),
-        Step(hardware.backend.start, hardware.backend.close),
-        Step(partial(measure_links, config, hardware, parts.facts.devices.append), _nothing),
-        Step(telemetry.start_tracing, telemetry.close),
-        Step(engine.start, engine.close),
-        Step(parts.collector.start, parts.collector.close),
-        Step(partial(node.start, vault), node.close),
-        Step(storages.start, _nothing),
-        Step(host_pool.start, host_pool.close),
-        Step(_nothing, storages.close),
-        Step(_nothing, parts.registrar.close),
-        Step(_nothing, partial(asyncio.to_thread, hardware.hurry)),  # a Register may wait for a mover that hangs
-        Step(parts.life.start, parts.life.close),
-        *(Step(keyring.start, keyring.close) for keyring in parts.keyrings),
-        Step(parts.checksums.start, parts.checksums.close),
-        Step(parts.server.start, partial(parts.server.close, grace_seconds)),
-        Step(_nothing, parts.dispatcher.stop),
-        Step(parts.following.start, parts.following.close),
-        Step(parts.health.start, parts.health.close),
-        Step(partial(telemetry.start_metrics, parts.metrics, admit), _nothing),
-        Step(parts.web.start, parts.web.close),
-        # In reverse: waits end, copies land (then engines may recompute into the pages of their loads), and engines
-        # learn of the end before the socket closes: else a call could reach the next daemon under an old lease.
-        Step(_nothing, parts.life.close),
-        Step(_nothing, partial(asyncio.to_thread, engine.finish)),
-        Step(_nothing, node.stop_waiting),
-    )
+    def _make_services(self, edge: Edge, quotas: Quotas | None, reread: Callable[[], Config] | None) -> None:
+        """Make all that callers reach: services, sockets, health checks, the page and the metrics."""
+        config, node, backend, ways = self.config, self.node, self.hardware.backend, ways_in()
+        watch, admission = self.telemetry.watch, self.dispatcher.admission
+        cache, lease = CacheService(edge, config.operations_per_step), LeaseService(edge, quotas)
+        engine = EngineService(edge, backend, quotas, self.storages.nodes.advertised)
+        self.registrar = engine.registrar
+        lanes = Lanes(self.dispatcher, cache, self.keyring, self.telemetry.tracer, config.lanes_per_process, ways.lanes)
+        self.life = LifeServer(
+            config.socket + LIFE_SUFFIX,
+            epoch=node.epoch,
+            allowed_uids=config.attaching_uids(os.getuid()),
+            allowed_gids=frozenset(config.allow_gids),
+            group=config.socket_group,
+            grace_seconds=config.lease_seconds,
+            arrived=partial(process_arrived, node.core),
+            gone=node.process_gone,
+            descriptor=node.descriptor,
+            holds=partial(process_holds, node.core),
+            lanes=lanes,
+            connections=ways.life,
+        )
+        answers = HealthAnswers(service_names())
+        self.health = DeviceHealth(backend, node, answers.tell, heals=self.hardware.has_processes)
+        self.administration = Administration(node, self.health, config.drain_seconds)
+        self.checksums = Checksums(node, self.engine.page_bytes, config.checksums, config.checksum_limit)
+        self.following = EventService(node, config.event_subscribers)
+        facts = self.facts = Facts(
+            version=__version__,
+            backend=backend.name,
+            epoch=node.epoch,
+            started=node.started,
+            lease_seconds=config.lease_seconds,
+            device_pool_bytes=config.device_pool,
+            host_pool_bytes=config.host_pool,
+            host_chunk_bytes=config.host_chunk,
+            eviction=config.eviction,
+            settings={**config.shown(), "backend": backend.name},
+            devices=[],
+            host_pool=self.host_pool,
+            health=self.health,
+            transports=lambda: TransportStatus(lanes=lanes.count, lane_calls=lanes.calls, grpc_calls=edge.calls),
+            loop=node.loop_watch,
+            keyring=self.keyring,
+            other_attention=self.storages.attention,
+        )
+        live = live_settings(node, admission, cache, lanes, backend, self.administration)
+        again = None if reread is None else lambda: asdict(reread())
+        self.reloader = Reloader(asdict(config), facts.settings, again, live)
+        admin = AdminService(
+            *(edge, Inspection(node, self.checksums), self.administration, facts),
+            *(quotas or Quotas(node.core, lambda _: NO_QUOTA), self.reloader.reload, self.storages.answers),
+        )
+        tls = config.tls_certificate, config.tls_key, config.tls_client_ca
+        listening = Listening(config.socket, config.listen, *tls, config.health_listen, config.socket_group)
+        services = Services(engine, lease, cache, self.following, admin)
+        self.server = Server(
+            services, listening, answers, self.keyring, watch.refused, self.dispatcher.charge, ways=ways
+        )
+        self.metrics = MetricValues(facts, node, self.engine, admission, watch, cache, self.storages.read)
+        self.web = WebPage(node, config.web_listen, facts)
 
+    def steps(self) -> tuple[Step, ...]:
+        """Steps of a start, in this order; the daemon closes them in reverse."""
+        config, hardware = self.config, self.hardware
+        grace_seconds = max(GOODBYE_SECONDS, min(STOP_SECONDS, config.drain_seconds))
+        keyrings = () if self.keyring is None else (self.keyring,)
+        admit = None if self.keyring is None else self.keyring.admit_scraper
+        return (
+            Step(self.claim.take, self.claim.release),
+            Step(partial(check_machine, config, hardware)),
+            Step(hardware.backend.start, hardware.backend.close),
+            Step(partial(measure_links, config, hardware, self.facts.devices.append)),
+            Step(self.telemetry.start_tracing, self.telemetry.close),
+            Step(self.engine.start, self.engine.close),
+            Step(self.collector.start, self.collector.close),
+            Step(partial(self.node.start, self.vault), self.node.close),
+            Step(self.storages.start),
+            Step(self.host_pool.start, self.host_pool.close),
+            Step(close=self.storages.close),
+            Step(close=self.registrar.close),
+            Step(close=partial(asyncio.to_thread, hardware.hurry)),  # a Register may wait for a mover that hangs
+            Step(self.life.start, self.life.close),
+            *(Step(keyring.start, keyring.close) for keyring in keyrings),
+            Step(self.checksums.start, self.checksums.close),
+            Step(self.server.start, partial(self.server.close, grace_seconds)),
+            Step(close=self.dispatcher.stop),
+            Step(self.following.start, self.following.close),
+            Step(self.health.start, self.health.close),
+            Step(partial(self.telemetry.start_metrics, self.metrics, admit)),
+            Step(self.web.start, self.web.close),
+            # In reverse: waits end, copies land (then engines may recompute into the pages of their loads), and engines
+            # learn of the end before the socket closes: else a call could reach the next daemon under an old lease.
+            Step(close=self.life.close),
+            Step(close=partial(asyncio.to_thread, self.engine.finish)),
+            Step(close=self.node.stop_waiting),
+        )
 
-async def run(parts: DaemonParts) -> None:
-    """Start the parts, serve until ``parts.stopping``, drain, and close what was started.
+    async def run(self) -> None:
+        """Start the parts, serve until ``stopping``, drain, and close what was started.
 
-    Takes the process's SIGTERM, SIGINT and SIGHUP. Raises a CacheError that says what cannot be started.
-    """
-    loop, began = asyncio.get_running_loop(), time.monotonic()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, parts.stopping.set)
-    loop.add_signal_handler(signal.SIGHUP, _reload_too_early)  # what it does by itself would end the daemon
-    async with started(steps(parts)):
-        _tell_ready(parts, round(time.monotonic() - began, 3))
-        loop.add_signal_handler(signal.SIGHUP, _reload, parts)
-        await parts.stopping.wait()
-        await parts.administration.drain()
-        await parts.administration.wait_for_engines(parts.base.storages.flush)
-    events.event("stopped")
+        Takes the process's SIGTERM, SIGINT and SIGHUP. Raises a CacheError that says what cannot be started.
+        """
+        loop, began = asyncio.get_running_loop(), time.monotonic()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stopping.set)
+        loop.add_signal_handler(signal.SIGHUP, lambda: events.event("reload_too_early"))  # else it ends the daemon
+        async with started(self.steps()):
+            self._tell_ready(round(time.monotonic() - began, 3))
+            loop.add_signal_handler(signal.SIGHUP, self._reload)
+            await self.stopping.wait()
+            await self.administration.drain()
+            await self.administration.wait_for_engines(self.storages.flush)
+        events.event("stopped")
+
+    def _tell_ready(self, seconds: float) -> None:
+        events.event("config", **self.config.shown())
+        events.event(
+            "ready",
+            socket=self.config.socket,
+            port=self.server.port,
+            metrics_port=self.telemetry.metrics_port,
+            web_port=self.web.port,
+            backend=self.facts.backend,
+            devices=self.hardware.backend.devices(),
+            epoch=self.facts.epoch,
+            pid=os.getpid(),
+            seconds=seconds,
+        )
+
+    def _reload(self) -> None:
+        """Read the configuration and the tokens again; whatever is wrong with the one file, the other counts."""
+        try:
+            self.reloader.reload_by_signal()
+        finally:
+            if self.keyring is not None:
+                self.keyring.reload()
 
 
 @asynccontextmanager
@@ -202,52 +265,6 @@ async def started(every: Iterable[Step]) -> AsyncIterator[None]:
             await _carry_out(step.start)
             stack.push_async_callback(_carry_out, step.close)
         yield
-
-
-# -- what the parts are made of ----------------------------------------------------------------------------------------
-
-
-class Base(NamedTuple):
-    """The ledger, and what holds and moves the bytes that it tells of."""
-
-    hardware: Hardware
-    telemetry: Telemetry
-    engine: SwapEngine
-    node: Node
-    host_pool: HostPool
-    vault: Vault
-    storages: Storages
-
-
-class Calls(NamedTuple):
-    """Services that engines call, and their limits. ``all_quotas``: also where there are none."""
-
-    edge: Edge
-    all_quotas: Quotas
-    engine: EngineService
-    lease: LeaseService
-    cache: CacheService
-    lanes: Lanes
-
-    def transports(self) -> TransportStatus:
-        lanes = self.lanes
-        return TransportStatus(lanes=lanes.count, lane_calls=lanes.calls, grpc_calls=self.edge.calls)
-
-
-def _base(config: Config, hardware: Hardware) -> Base:
-    telemetry = Telemetry(config.metrics_listen, config.otlp_endpoint, __version__, os.environ)
-    epoch = secrets.randbits(63)
-    engine = SwapEngine(hardware.movers, tracer=telemetry.tracer)
-    core = _core(config, engine, epoch)
-    node = Node(core, epoch=epoch, wait_seconds=config.wait_seconds, lease_seconds=config.lease_seconds)
-    engine.on_done = node.on_transfer_done
-    hardware.tell_losses(node.on_device_lost)
-    memory, nodes, in_files = hardware.backend, hardware.nodes, hardware.has_processes
-    sizes, storages = (config.host_pool, config.host_chunk, config.host_threads), Storages(config)
-    host_pool = HostPool(*sizes, nodes, memory, in_files=in_files, on_ready=storages.chunk_ready)
-    vault = Vault(memory, host_pool, engine, node.on_host_pages)
-    storages.connect(node, vault, host_pool)
-    return Base(hardware, telemetry, engine, node, host_pool, vault, storages)
 
 
 def _core(config: Config, engine: SwapEngine, epoch: int) -> Core:
@@ -263,129 +280,7 @@ def _core(config: Config, engine: SwapEngine, epoch: int) -> Core:
     return Core(ledger, engine, policy, writing, limits, new_name=new_name, model_numbers=unordered_numbers(MODEL_BITS))
 
 
-def _rows(ledger: Ledger) -> int:
-    return sum(len(model.blocks.index.keys) for model in ledger.models.values())
-
-
-def _life(config: Config, base: Base, lanes: Lanes) -> LifeServer:
-    node = base.node
-
-    return LifeServer(
-        config.socket + LIFE_SUFFIX,
-        epoch=node.epoch,
-        allowed_uids=config.attaching_uids(os.getuid()),
-        allowed_gids=frozenset(config.allow_gids),
-        group=config.socket_group,
-        grace_seconds=config.lease_seconds,
-        arrived=partial(process_arrived, node.core),
-        gone=node.process_gone,
-        descriptor=node.descriptor,
-        holds=partial(process_holds, node.core),
-        lanes=lanes,
-        connections=ways_in().life,
-    )
-
-
-def _calls(config: Config, base: Base, keyring: Keyring | None) -> Calls:
-    node = base.node
-    quotas = None
-    if keyring is not None:
-        quotas = Quotas(node.core, keyring.quota_of, keyring.tenants, keyring.working_tenants)
-    admission = Admission(config.calls_in_flight, config.waiting_calls, config.waiting_calls_per_process, quotas)
-    dispatcher = Dispatcher(node, admission, base.telemetry.watch if base.telemetry.is_on else None)
-    edge = Edge(dispatcher, base.telemetry.tracer)
-    cache = CacheService(edge, config.operations_per_step)
-    return Calls(
-        edge,
-        quotas or Quotas(node.core, lambda _: NO_QUOTA),
-        EngineService(edge, base.hardware.backend, quotas, base.storages.nodes.advertised),
-        LeaseService(edge, quotas),
-        cache,
-        Lanes(dispatcher, cache, keyring, base.telemetry.tracer, config.lanes_per_process, ways_in().lanes),
-    )
-
-
-def _listening(config: Config) -> Listening:
-    return Listening(
-        config.socket,
-        config.listen,
-        config.tls_certificate,
-        config.tls_key,
-        config.tls_client_ca,
-        health=config.health_listen,
-        group=config.socket_group,
-    )
-
-
-def _facts(config: Config, base: Base, health: DeviceHealth, calls: Calls, keyring: Keyring | None) -> Facts:
-    return Facts(
-        version=__version__,
-        backend=base.hardware.backend.name,
-        epoch=base.node.epoch,
-        started=base.node.started,
-        lease_seconds=config.lease_seconds,
-        device_pool_bytes=config.device_pool,
-        host_pool_bytes=config.host_pool,
-        host_chunk_bytes=config.host_chunk,
-        eviction=config.eviction,
-        settings={**config.shown(), "backend": base.hardware.backend.name},
-        devices=[],
-        host_pool=base.host_pool,
-        health=health,
-        transports=calls.transports,
-        loop=base.node.loop_watch,
-        keyring=keyring,
-        other_attention=base.storages.attention,
-    )
-
-
-def _reloader(
-    config: Config,
-    base: Base,
-    calls: Calls,
-    administration: Administration,
-    facts: Facts,
-    reread: Callable[[], Config] | None,
-) -> Reloader:
-    admission, backend = calls.edge.dispatcher.admission, base.hardware.backend
-    live = live_settings(base.node, admission, calls.cache, calls.lanes, backend, administration)
-    return Reloader(asdict(config), facts.settings, None if reread is None else lambda: asdict(reread()), live)
-
-
 async def _carry_out(call: Callable[[], object]) -> None:
     result = call()
     if inspect.isawaitable(result):
         await result
-
-
-def _nothing() -> None:
-    """No-op for a part that needs no start, or no close."""
-
-
-def _tell_ready(parts: DaemonParts, seconds: float) -> None:
-    events.event("config", **parts.config.shown())
-    events.event(
-        "ready",
-        socket=parts.config.socket,
-        port=parts.server.port,
-        metrics_port=parts.base.telemetry.metrics_port,
-        web_port=parts.web.port,
-        backend=parts.facts.backend,
-        devices=parts.base.hardware.backend.devices(),
-        epoch=parts.facts.epoch,
-        pid=os.getpid(),
-        seconds=seconds,
-    )
-
-
-def _reload_too_early() -> None:
-    events.event("reload_too_early")
-
-
-def _reload(parts: DaemonParts) -> None:
-    """Read the configuration and the tokens again; whatever is wrong with the one file, the other counts."""
-    try:
-        parts.reloader.reload_by_signal()
-    finally:
-        for keyring in parts.keyrings:
-            keyring.reload()

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 from kvcache.v1 import cache_pb2
 
-from cachesvc.wire.columns import IN_ORDER, ODD, OPERATION_NAMES, Column, pack_answer, plain_number, read_columns
+from cachesvc.wire.columns import ANSWER_FIELDS, IN_ORDER, ODD, OPERATION_NAMES, Column, plain_number, read_columns
 
 
 def without_columns(request: cache_pb2.StepRequest, groups: int) -> cache_pb2.StepRequest:
     """Convert a step: its entries become operations before the others."""
-    columns = read_columns(request.columns, groups)
     plain = cache_pb2.StepRequest()
-    for column in IN_ORDER:
-        for entry in range(len(columns.sequences(column))):
-            fields: dict[str, Any] = {OPERATION_NAMES[column]: columns.operation(column, entry)}
+    for lot in read_columns(request.columns, groups):
+        for entry in range(len(lot.data[0])):
+            fields: dict[str, Any] = {OPERATION_NAMES[lot.column]: lot.operation(entry)}
             plain.operations.add(**fields)
     plain.MergeFrom(request)
     plain.ClearField("columns")
@@ -43,6 +43,8 @@ def with_columns(response: cache_pb2.StepResponse, request: cache_pb2.StepReques
             told[column].append(ODD if number is None else number)
             if number is None:
                 answer.odd.add(column=column, index=index, result=result)
-    pack_answer(told, answer)
+    for column, numbers in told.items():
+        if numbers:
+            setattr(answer, ANSWER_FIELDS[column], array("I", numbers).tobytes())
     del response.results[: sum(counts.values())]
     return response

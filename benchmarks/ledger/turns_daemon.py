@@ -13,8 +13,8 @@ from typing import Any
 from kvcache.v1 import cache_pb2, lease_pb2
 
 from benchmarks.ledger.moves import PROMPT_BLOCKS, block_key
+from cachesvc import daemon as composition
 from cachesvc.config import Config
-from cachesvc.daemon import DaemonParts, build
 from cachesvc.flows.leases import process_arrived
 from cachesvc.flows.pinning import evict
 from cachesvc.flows.registration import PoolRequest, RegisterRequest
@@ -75,10 +75,10 @@ class Holds:
 class Daemon:
     """The parts, and one engine's calls. ``measured`` names a flow around calls that count."""
 
-    def __init__(self, parts: DaemonParts, blocks: int, layout: Layout) -> None:
+    def __init__(self, parts: composition.Daemon, blocks: int, layout: Layout) -> None:
         self.parts = parts
         self.layout = layout
-        self.node = parts.base.node
+        self.node = parts.node
         self.core = self.node.core
         self.blocks = blocks
         self.holds = Holds()
@@ -224,12 +224,11 @@ async def running(
         lease_seconds=3600.0,
         wait_seconds=GIVE_UP_SECONDS,
     )
-    parts = build(config)
-    base = parts.base
-    base.hardware.backend.start()
-    base.engine.start()
-    base.node.start(base.vault)
-    base.host_pool.start()
+    parts = composition.Daemon(config)
+    parts.hardware.backend.start()
+    parts.engine.start()
+    parts.node.start(parts.vault)
+    parts.host_pool.start()
     daemon = Daemon(parts, blocks, layout)
     try:
         await daemon.register(host_pages)
@@ -242,7 +241,7 @@ async def running(
     finally:
         daemon.holds.stop()
         parts.collector.close()
-        await base.node.close()
-        base.engine.close()
-        base.hardware.backend.close()
-        base.host_pool.close()
+        await parts.node.close()
+        parts.engine.close()
+        parts.hardware.backend.close()
+        parts.host_pool.close()

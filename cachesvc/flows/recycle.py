@@ -19,7 +19,7 @@ from cachesvc.flows.stored import note_end
 from cachesvc.flows.transfers import look_ahead
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.sequence_state import FAILED, ON_DEVICE
-from cachesvc.ledger.sequences import WINDOW_COST, OpenSequence
+from cachesvc.ledger.sequences import WINDOW_COST, Keep, OpenSequence
 from cachesvc.ledger.tier_copies import NO_ROW
 from cachesvc.model.answers import Ended, GroupCells, Recycled, Releases, Wait
 from cachesvc.model.errors import CacheError, InvalidRequest, NotOwned
@@ -202,16 +202,29 @@ def _dead_blocks(model: Model, group: int, computed_tokens: int) -> int:
 def release_many(
     core: Core, call: Call, releases: Releases, entries: range, told: list[int], held: Container[int] = ()
 ) -> None:
-    """``release`` for ``entries``, in order. ``told`` gets the pages of each; it is short where there is no such
-    sequence, it is among ``held``, or it takes more turns than one."""
-    for entry in entries:
-        number, tokens = releases.sequences[entry], releases.output_tokens
-        if number not in call.lease.sequences or number in held:
-            return
-        freed = release(core, call, number, Ended(tokens[entry]) if tokens else None)
-        if isinstance(freed, Wait):
-            return
-        told.append(freed)
+    """``release`` for ``entries``, in order, whose pages are freed together. ``told`` gets the pages of each; it is
+    short where there is no such sequence, it is among ``held``, or it takes more turns than one."""
+    sequences, pools, tokens = call.lease.sequences, call.replica.place.pools, releases.output_tokens
+    gone = [array("i") for _ in pools]
+
+    def keep(group: int, pages: array[int]) -> None:
+        gone[group].extend(pages)
+
+    try:
+        for entry in entries:
+            number = releases.sequences[entry]
+            sequence = sequences.get(number)
+            if sequence is None or number in held:
+                break
+            if not _end(core, call, sequence, Ended(tokens[entry]) if tokens else None, keep):
+                break
+            del sequences[number]
+            told.append(sequence.freed)
+    finally:  # also what a sequence had given that takes another turn, or that broke
+        for pool, pages in zip(pools, gone, strict=True):
+            if pages:
+                pool.move_all(pages, PageState.FREE)
+    look_ahead(core, call.model, call.replica)
 
 
 def ended(call: Call, tokens: int | None, ago: float, clock: float | None) -> Ended:
@@ -230,6 +243,16 @@ def release(core: Core, call: Call, sequence_id: int, end: Ended | None = None) 
     sequence = call.lease.sequences.get(sequence_id)
     if sequence is None:
         raise no_sequence(sequence_id)
+    if not _end(core, call, sequence, end):
+        return TURN
+    del call.lease.sequences[sequence_id]
+    look_ahead(core, call.model, call.replica)
+    return sequence.freed
+
+
+def _end(core: Core, call: Call, sequence: OpenSequence, end: Ended | None, keep: Keep | None = None) -> bool:
+    """A turn of a sequence's end; True when it has nothing any more. ``keep``: takes its pages, instead of freeing
+    them."""
     if end is not None:
         sequence.tell_end(end)
     if sequence.is_open:
@@ -237,8 +260,4 @@ def release(core: Core, call: Call, sequence_id: int, end: Ended | None = None) 
         if sequence.window_rows and sequence.anchor != NO_ROW and sequence.retention != RequestHint.ONCE:
             ends = [(group, sequence.windows.last_rows(group, sequence.anchor)) for group in sequence.window_rows]
             back_up_copies(core, call.model, call.replica, [(group, row) for group, rows in ends for row in rows])
-    if not sequence.end_part(core.turns.pages):
-        return TURN
-    del call.lease.sequences[sequence_id]
-    look_ahead(core, call.model, call.replica)
-    return sequence.freed
+    return sequence.end_part(core.turns.pages, keep)

@@ -24,11 +24,11 @@ from kvcache.v1.cache_pb2 import OperationError
 from kvcache.v1.lane_pb2 import LaneHello, LaneWelcome
 
 from cachesvc.model.errors import CacheError, ErrorCode, InvalidRequest, LimitExceeded, NotSupported
-from cachesvc.service.access.admission import CallerKey
-from cachesvc.service.access.auth import Caller, Doorkeeper, allow, find_caller, otherwise_local, scopes_of
+from cachesvc.service.access.auth import EVERYONE, Caller, Doorkeeper, Unlocked, allow
 from cachesvc.service.access.quota import FREE_BYTES
 from cachesvc.service.calls.dispatcher import Dispatcher, Operation
 from cachesvc.service.rpc.services import CacheService
+from cachesvc.service.rpc.steps import OPERATIONS
 from cachesvc.telemetry import events
 from cachesvc.telemetry.tracing import Tracer
 from cachesvc.wire.lane import (
@@ -63,20 +63,6 @@ class Row(NamedTuple):
     may_be_silent: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class LaneContext:
-    """Shared parts of all lanes. ``admit(token, process)``: the caller, or an Unauthenticated or PermissionDenied.
-    ``tracer``: finds the parent of a call's span. ``check_memory`` closes a lane whose process has too much half-read.
-    """
-
-    dispatcher: Dispatcher
-    rows: dict[int, Row]
-    admit: Callable[[str, bytes], Caller]
-    epoch: int
-    tracer: Tracer | None
-    check_memory: Callable[[Lane], None]
-
-
 @dataclass(slots=True)
 class _Call:
     """A call without an answer. ``later``: None while it waits for an earlier Step."""
@@ -87,15 +73,15 @@ class _Call:
 
 
 class Lane:
-    """The daemon's end. ``process``: the life socket's token of the process. ``ended(lane)`` is called once."""
+    """The daemon's end. ``process``: the life socket's token of the process."""
 
-    def __init__(self, end: socket.socket, process: bytes, context: LaneContext, ended: Callable[[Lane], None]) -> None:
+    def __init__(self, end: socket.socket, process: bytes, lanes: Lanes) -> None:
         self.process = process
         self.calls = 0
         self._socket = end
-        self._context = context
-        self._party = context.dispatcher.node.party_of(process)
-        self._ended = ended
+        self._lanes = lanes
+        self._dispatcher = lanes.dispatcher
+        self._party = lanes.party_of(process)
         self._reader = FrameReader(is_welcome=False)
         self._who: Caller | None = None
         self._waiting: dict[int, _Call] = {}
@@ -129,7 +115,7 @@ class Lane:
             if call.later is not None and not call.is_step:
                 call.later.cancel()
         events.limited("lane_closed", self._party, reason=why, calls=self.calls)
-        self._ended(self)
+        self._lanes.forget(self)
 
     # -- reading -----------------------------------------------------------------------------------------------
 
@@ -157,11 +143,11 @@ class Lane:
         self._reader.add(count)
         self._take()
         if self._reader.size_bytes > READ_BYTES and not self._is_closed:
-            self._context.check_memory(self)
+            self._lanes.check_memory(self)
 
     def _take(self) -> None:
         """Carry out the frames that have come, for one turn."""
-        until = self._context.dispatcher.node.loop_watch.begin() + TURN_SECONDS
+        until = self._dispatcher.node.loop_watch.begin() + TURN_SECONDS
         try:
             while self._has_room():
                 frame = self._reader.next() if self._reader.end else None
@@ -194,7 +180,7 @@ class Lane:
 
     def _carry_out(self, frame: Frame) -> None:
         number, who = frame.method, self._who
-        row = self._context.rows.get(number)
+        row = self._lanes.rows.get(number)
         if who is None or row is None:
             self._serve_own(frame)
         elif frame.tag in self._waiting:
@@ -227,15 +213,15 @@ class Lane:
             check_fields(hello)
             if hello.version < 1:
                 raise InvalidRequest("HELLO needs the version that its caller speaks, 1 or more")
-            self._who = self._context.admit(hello.token, self.process)
+            self._who = self._lanes.admit(hello.token, self.process)
             self._reader.welcome()
         except CacheError as refused:
             self._break(frame.tag, refused)
         else:
             welcome = LaneWelcome(
                 version=min(hello.version, VERSION),
-                methods=[*self._context.rows, CANCEL, HELLO, PING],
-                epoch=self._context.epoch,
+                methods=[*self._lanes.rows, CANCEL, HELLO, PING],
+                epoch=self._dispatcher.node.epoch,
                 frames=MAX_UNANSWERED_FRAMES,
                 size_bytes=MAX_UNANSWERED_BYTES,
             )
@@ -243,13 +229,12 @@ class Lane:
 
     def _serve(self, who: Caller, row: Row, frame: Frame) -> None:
         self.calls += 1
-        dispatcher = self._context.dispatcher
         try:
             if len(frame.body) > FREE_BYTES:
-                dispatcher.charge(who, len(frame.body))
+                self._dispatcher.charge(who, len(frame.body))
             request: Any = parse(row.request, frame.body)
         except CacheError as unread:
-            self._answer(frame, dispatcher.refuse(row.operation.name, unread))
+            self._answer(frame, self._dispatcher.refuse(row.operation.name, unread))
             return
         if row.is_step and (behind := self._steps.get(request.lease_id)) is not None:
             self._wait(frame, _Call(len(frame.body), is_step=True))
@@ -259,14 +244,14 @@ class Lane:
 
     def _begin(self, who: Caller, row: Row, frame: Frame, request: Any) -> bool:
         """Carry out a call; True where it goes on by itself."""
-        parent, tracer = None, self._context.tracer
+        parent, tracer = None, self._lanes.tracer
         if tracer is not None and (frame.traceparent or tracer.begins_traces):
             parent = tracer.parent_of((("traceparent", frame.traceparent),) if frame.traceparent else ())
-        served = self._context.dispatcher.serve(
+        served = self._dispatcher.serve(
             who,
             row.operation,
             request,
-            process=self._key,
+            process=lambda: self.process,
             contents=frame.body,
             seconds=frame.deadline * DEADLINE_UNIT_S if frame.deadline else None,
             parent=parent,
@@ -315,9 +300,6 @@ class Lane:
         if not self._is_listening:
             self._take()
 
-    def _key(self) -> CallerKey:
-        return self.process
-
     # -- writing -----------------------------------------------------------------------------------------------
 
     def _answer(self, frame: Frame, outcome: Message) -> None:
@@ -354,16 +336,13 @@ class Lane:
             self._take()
 
 
-SCOPES = scopes_of("/kvcache.v1.CacheService/Step")
-
-
 MOST_HALF_READ_BYTES = 64 << 20
 """Memory for frames that have not come whole, of all lanes of one process."""
 
 
 class Lanes:
     """Made by ``open``, until their process ends them, is gone, or the daemon stops. ``each``: of one life connection;
-    0: there are none; ``most``: in all. ``calls`` that came by lanes that have ended."""
+    0: there are none; ``most``: in all. ``tracer``: finds the parent of a call's span."""
 
     def __init__(
         self,
@@ -375,14 +354,14 @@ class Lanes:
         most: int,
     ) -> None:
         self.each = each
+        self.dispatcher = dispatcher
+        self.rows = rows_of(cache)
+        self.tracer = tracer
+        self.party_of = dispatcher.node.party_of
         self._most = most
         self._calls = 0
-        self._keeper = keeper
-        self._party = dispatcher.node.party_of
+        self._keeper = keeper or Unlocked(EVERYONE)
         self._lanes: dict[bytes, set[Lane]] = {}
-        self._context = LaneContext(
-            dispatcher, rows_of(cache), self._admit, dispatcher.node.epoch, tracer, self._check_memory
-        )
 
     def open(self, process: bytes) -> socket.socket:
         """The other end of a new lane, for the process to have and this one to close.
@@ -397,10 +376,10 @@ class Lanes:
         if self.count >= self._most:
             raise LimitExceeded("lanes", self.count + 1, self._most)
         own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        lane = Lane(own, process, self._context, self._forget)
+        lane = Lane(own, process, self)
         lanes.add(lane)
         lane.start()
-        events.limited("lane_opened", self._party(process), lanes=len(lanes))
+        events.limited("lane_opened", self.party_of(process), lanes=len(lanes))
         return theirs
 
     def end(self, process: bytes) -> None:
@@ -422,38 +401,37 @@ class Lanes:
         """Calls that came by lane, since the start."""
         return self._calls + sum(lane.calls for lanes in self._lanes.values() for lane in lanes)
 
-    def _admit(self, token: str, process: bytes) -> Caller:
-        found = find_caller(self._keeper, token, process)
-        return allow(found or otherwise_local(self._keeper), SCOPES, "/kvcache.v1.CacheService/lane")
+    def admit(self, token: str, process: bytes) -> Caller:
+        """The caller of a lane. Raises Unauthenticated, PermissionDenied."""
+        return allow(self._keeper.find(token, process, ()), "/kvcache.v1.CacheService/lane")
 
-    def _check_memory(self, lane: Lane) -> None:
-        mine = self._party(lane.process)  # a process may have many life connections
+    def check_memory(self, lane: Lane) -> None:
+        """Close a lane whose process has too much half-read."""
+        mine = self.party_of(lane.process)  # a process may have many life connections
         held = sum(
             each.half_read_bytes
             for process, lanes in self._lanes.items()
-            if self._party(process) == mine
+            if self.party_of(process) == mine
             for each in lanes
         )
         if held > MOST_HALF_READ_BYTES:
             lane.close(f"{held} bytes of frames that have not come whole, {MOST_HALF_READ_BYTES} are a process's part")
 
-    def _forget(self, lane: Lane) -> None:
+    def forget(self, lane: Lane) -> None:
         self._calls += lane.calls
         self._lanes[lane.process].discard(lane)
 
 
 def rows_of(cache: CacheService) -> dict[int, Row]:
-    return {
-        METHODS["Step"]: Row(cache.step, cache_pb2.StepRequest, is_step=True),
-        METHODS["Match"]: Row(cache.match, cache_pb2.MatchRequest),
-        METHODS["Allocate"]: Row(cache.allocate, cache_pb2.AllocateRequest),
-        METHODS["Publish"]: Row(cache.publish, cache_pb2.PublishRequest),
-        METHODS["Release"]: Row(cache.release, cache_pb2.ReleaseRequest, may_be_silent=True),
-        METHODS["Recycle"]: Row(cache.recycle, cache_pb2.RecycleRequest),
-        METHODS["Swap"]: Row(cache.swap, cache_pb2.SwapRequest),
-        METHODS["Prefetch"]: Row(cache.prefetch, cache_pb2.PrefetchRequest),
-        METHODS["WaitTickets"]: Row(cache.wait_tickets, cache_pb2.WaitTicketsRequest),
-    }
+    """The calls of ``METHODS``, by their numbers."""
+    rows: dict[int, Row] = {}
+    operations: list[Operation[Any, Any]] = [cache.step, cache.wait_tickets]
+    operations += [row for name, row in OPERATIONS.items() if name != "extend"]
+    for operation in operations:
+        name = operation.name.rpartition("/")[2]
+        request = getattr(cache_pb2, f"{name}Request")
+        rows[METHODS[name]] = Row(operation, request, is_step=name == "Step", may_be_silent=name == "Release")
+    return rows
 
 
 MAX_UNREAD_BYTES = 2 * MAX_MESSAGE_BYTES
@@ -464,7 +442,7 @@ class Outbox:
     """Used on the event loop. ``emptied``: all that was kept has gone out; ``broke(why)``: nothing will any more.
     ``kept``: what the peer has not taken yet."""
 
-    def __init__(self, end: socket.socket, emptied: Callable[[], None], broke: Callable[[str], None]) -> None:
+    def __init__(self, end: socket.socket, emptied: Callable[..., None], broke: Callable[..., None]) -> None:
         self._socket = end
         self._emptied = emptied
         self._broke = broke
@@ -488,7 +466,7 @@ class Outbox:
         if self.kept:
             self.kept.clear()
             asyncio.get_running_loop().remove_writer(self._socket)
-        self._emptied, self._broke = _nobody, _nobody_told
+        self._emptied = self._broke = lambda *_: None
 
     def _writable(self) -> None:
         sent = self._try(self.kept)
@@ -508,11 +486,3 @@ class Outbox:
         except OSError as error:
             self._broke(f"it broke: {error.strerror}")
             return -1
-
-
-def _nobody() -> None:
-    """Do nothing: the outbox is closed."""
-
-
-def _nobody_told(_: str) -> None:
-    """Do nothing: the outbox is closed."""

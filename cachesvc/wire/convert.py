@@ -136,21 +136,12 @@ def positions_to_proto(positions: Mapping[int, Sequence[int]]) -> list[common_pb
 
 
 def ticket_to_proto(ticket: TicketView) -> common_pb2.Ticket:
-    message = common_pb2.Ticket(
-        id=ticket.id,
-        state=TICKET_STATES[ticket.state],
-        reason=ticket.reason,
-        direction=ticket.direction,
-        blocks=ticket.blocks,
-        size_bytes=ticket.size_bytes,
-    )
-    if ticket.slot is not None:
-        slot = ticket.slot
-        message.slot.word = slot.word
-        message.slot.failed_word = slot.failed_word
-        message.slot.base = slot.base
-        message.slot.layers = slot.layers
-    return message
+    fields = ticket._asdict() | {"state": TICKET_STATES[ticket.state], "slot": None}
+    if (slot := ticket.slot) is not None:
+        fields["slot"] = common_pb2.TimelineSlot(
+            word=slot.word, failed_word=slot.failed_word, base=slot.base, layers=slot.layers
+        )
+    return common_pb2.Ticket(**fields)
 
 
 def placements_to_proto(geometry: Geometry) -> list[engine_pb2.PlanePlacement]:

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvcache.v1 import admin_pb2, admin_pb2_grpc, common_pb2, engine_pb2, engine_pb2_grpc, lease_pb2, lease_pb2_grpc
 
 from cachesvc.config import Config
-from cachesvc.daemon import build, run
+from cachesvc.daemon import Daemon
 from cachesvc.hardware import Hardware
 from cachesvc.memory.cuda import CudaBackend
 from cachesvc.swap.movers import InProcessMovers
@@ -89,8 +89,8 @@ def on_two_gpus(folder: Path, story: Callable[[Site], Awaitable[None]]) -> tuple
         config = Config(socket=str(folder / "s"), host_pool=0, calibration="never", drain_seconds=0)
         hardware: Any = gpus
         backend = CudaBackend(gpus, POOL_BYTES, timeline_words=64)
-        parts = build(config, choose=lambda _: Hardware(InProcessMovers(backend), hardware))
-        running = asyncio.create_task(run(parts))
+        parts = Daemon(config, choose=lambda _: Hardware(InProcessMovers(backend), hardware))
+        running = asyncio.create_task(parts.run())
         try:
             async with grpc.aio.insecure_channel(f"unix:{config.socket}") as channel:
                 await channel.channel_ready()

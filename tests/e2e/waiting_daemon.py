@@ -9,7 +9,7 @@ import asyncio
 import sys
 
 from cachesvc.config import Config
-from cachesvc.daemon import build, run
+from cachesvc.daemon import Daemon
 from cachesvc.model.errors import Unavailable
 from cachesvc.telemetry.events import start_logging
 
@@ -21,7 +21,7 @@ async def wait_and_run(path: str) -> None:
     config = Config(socket=path, backend="shm", device_pool=POOL_BYTES, host_pool=POOL_BYTES, drain_seconds=0)
     while True:
         try:
-            await run(build(config))
+            await Daemon(config).run()
             return
         except Unavailable:
             await asyncio.sleep(0)

@@ -126,7 +126,7 @@ class Admission:
     def charge_bytes(self, tenant: str, size_bytes: int, now: float) -> None:
         """A message that is not parsed yet. Raises QuotaExceeded."""
         if self.quotas is not None:
-            self.quotas.meter(tenant).admit_bytes(size_bytes, now)
+            self.quotas.meter(tenant).admit("bytes_per_second", size_bytes, now)
 
     def admit(self, kind: CallKind, holder: Holder, now: float) -> None:
         """Admit one call more: charged to its tenant before any work is done. ``now``: seconds, monotonic.
@@ -136,7 +136,7 @@ class Admission:
         meter = holder.meter
         if kind is CallKind.LIFE:
             if meter is not None:
-                meter.charge(now)
+                meter.buckets["calls_per_second"].charge(1, now)
             return
         if kind is CallKind.WORK and self.work.held:
             self.work.require(holder)
@@ -145,7 +145,7 @@ class Admission:
             if most and meter.in_flight >= most:
                 meter.refused += 1
                 raise QuotaExceeded(meter.tenant, "calls_in_flight", meter.in_flight + 1, most, "send fewer at a time")
-            meter.admit(now)
+            meter.admit("calls_per_second", 1, now)
 
     def take(self, kind: CallKind, holder: Holder, *, is_admitted: bool = False) -> Slot:
         """A place for a call that goes on beyond this turn of the loop. Raises LimitExceeded; not where it is admitted:

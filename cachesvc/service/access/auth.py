@@ -7,6 +7,7 @@ operators alone, so that a new one is closed until a rule opens it.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import re
@@ -173,6 +174,16 @@ class Doorkeeper(Protocol):
         """
 
 
+class Unlocked:
+    """A doorkeeper where no tokens are configured: any caller is ``who``."""
+
+    def __init__(self, who: Caller) -> None:
+        self._who = who
+
+    def find(self, token: str, process: bytes, names: Iterable[str]) -> Caller:
+        return self._who
+
+
 Charge = Callable[[Caller, int], None]
 """``charge(caller, bytes)`` of a message that is not parsed yet. Raises QuotaExceeded."""
 
@@ -184,22 +195,20 @@ def free(_caller: Caller, _size_bytes: int) -> None:
 class Guard(grpc.aio.ServerInterceptor):
     """Stands before every RPC of one listener.
 
-    ``otherwise``: caller without a proof; None: it is refused. ``by_certificate``: the transport has asked
-    for a certificate, whose names count. ``refused(method, code)`` is called for each refused call; the method is the
+    A caller that ``keeper`` does not find is refused. ``by_certificate``: the transport has asked for a certificate,
+    whose names count. ``refused(method, code)`` is called for each refused call; the method is the
     caller's text. ``charge``: what a message's bytes cost its caller, before they are parsed.
     """
 
     def __init__(
         self,
-        keeper: Doorkeeper | None,
-        otherwise: Caller | None,
+        keeper: Doorkeeper,
         *,
         by_certificate: bool = False,
         refused: Callable[[str, str], None] = lambda _method, _code: None,
         charge: Charge = free,
     ) -> None:
         self._keeper = keeper
-        self._otherwise = otherwise
         self._by_certificate = by_certificate
         self._refused = refused
         self._charge = charge
@@ -212,14 +221,13 @@ class Guard(grpc.aio.ServerInterceptor):
     ) -> Any:
         """The handler of the call, or one that refuses it."""
         method = handler_call_details.method
-        scopes = scopes_of(method)
         metadata = handler_call_details.invocation_metadata
         try:
-            found = find_caller(self._keeper, *credentials_of(metadata))
+            found = self._keeper.find(*credentials_of(metadata), ())
             if found is None and self._by_certificate:
                 handler = readable(await continuation(handler_call_details), self._charge_caller)
                 return self._ask_certificate(handler, method, metadata)
-            set_caller(allow(found or self._otherwise, scopes, method))
+            set_caller(allow(found, method))
         except CacheError as refusal:
             self._refused(method, refusal.code.value)
             return refusing(refusal)
@@ -241,8 +249,7 @@ class Guard(grpc.aio.ServerInterceptor):
         def enter(context: Any) -> None:
             try:
                 names = names_of(context.auth_context())
-                found = find_caller(self._keeper, *credentials_of(metadata), names)
-                set_caller(allow(found or self._otherwise, scopes_of(method), method))
+                set_caller(allow(self._keeper.find(*credentials_of(metadata), names), method))
             except CacheError as refusal:
                 self._refused(method, refusal.code.value)
                 raise
@@ -250,20 +257,7 @@ class Guard(grpc.aio.ServerInterceptor):
         return None if handler is None else _wrap(handler, enter)
 
 
-def find_caller(keeper: Doorkeeper | None, token: str, process: bytes, names: Iterable[str] = ()) -> Caller | None:
-    """Caller with this token, process or certificate's name; None where it is unknown, or where no proof is wanted.
-
-    Raises Unauthenticated for a token that is not known.
-    """
-    return None if keeper is None else keeper.find(token, process, names)
-
-
-def otherwise_local(keeper: Doorkeeper | None) -> Caller | None:
-    """Caller from this node without a proof."""
-    return EVERYONE if keeper is None else None
-
-
-def allow(found: Caller | None, scopes: tuple[Scope, ...], method: str) -> Caller:
+def allow(found: Caller | None, method: str) -> Caller:
     """Return ``found``, if it may call ``method``. Raises Unauthenticated without a caller, PermissionDenied."""
     if found is None:
         raise Unauthenticated(
@@ -274,7 +268,7 @@ def allow(found: Caller | None, scopes: tuple[Scope, ...], method: str) -> Calle
         found.check()
     else:
         found.require_current(method.rpartition("/")[2])
-    if not found.may(scopes):
+    if not found.may(scopes := scopes_of(method)):
         needed = " or ".join(scope.value for scope in scopes)
         raise PermissionDenied(f"{found.name!r} may not call {method.rpartition('/')[2]}: that takes scope {needed}")
     return found
@@ -322,25 +316,23 @@ def _wrap(handler: Any, enter: Callable[[Any], None]) -> Any:
         except CacheError as error:
             await _abort(context, error)
 
+    shape = "_".join("stream" if each else "unary" for each in (handler.request_streaming, handler.response_streaming))
+    serve = getattr(handler, shape)
+
     async def one(request: Any, context: Any) -> Any:
         await admit(context)
-        serve = handler.stream_unary if handler.request_streaming else handler.unary_unary
         return await serve(request, context)
 
     async def many(request: Any, context: Any) -> AsyncIterator[Any]:
         await admit(context)
-        serve = handler.stream_stream if handler.request_streaming else handler.unary_stream
-        async for answer in serve(request, context):
+        answers = serve(request, context)
+        if inspect.isawaitable(answers):  # it writes its answers itself, and yields none
+            await answers
+            return
+        async for answer in answers:
             yield answer
 
-    shape = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[handler.request_streaming, handler.response_streaming]
-    behaviour: Any = many if handler.response_streaming else one
-    return shape(behaviour, handler.request_deserializer, handler.response_serializer)
+    return handler._replace(**{shape: many if handler.response_streaming else one})
 
 
 MODEL_BITS, TICKET_BITS = 30, 40

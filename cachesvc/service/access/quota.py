@@ -25,6 +25,7 @@ from cachesvc.model.numbers import Bucket, most_of
 from cachesvc.model.text import parse_amount
 from cachesvc.questions.view import View, leases_of, private_pages, private_pages_of, usage
 
+RATES = ("calls_per_second", "operations_per_second", "bytes_per_second")
 _SIZES = ("device_bytes", "host_bytes", "bytes_per_second")
 
 FREE_BYTES = 1024
@@ -88,32 +89,15 @@ class Meter:
 
     def use(self, quota: Quota) -> None:
         self.quota = quota
-        self.calls = Bucket(quota.calls_per_second)
-        self.operations = Bucket(quota.operations_per_second)
-        self.bytes = Bucket(quota.bytes_per_second)
+        self.buckets = {what: Bucket(getattr(quota, what)) for what in RATES}
 
-    def admit(self, now: float) -> None:
-        """Admit one call. Raises QuotaExceeded."""
-        if seconds := self.calls.take(1, now):
-            raise self._too_fast("calls_per_second", self.calls.rate, seconds)
-
-    def charge(self, now: float) -> None:
-        """Charge one call of those that are never refused."""
-        self.calls.charge(1, now)
-
-    def admit_operations(self, count: int, now: float) -> None:
-        """The operations of a step. Raises QuotaExceeded."""
-        if seconds := self.operations.take(count, now):
-            raise self._too_fast("operations_per_second", self.operations.rate, seconds)
-
-    def admit_bytes(self, size_bytes: int, now: float) -> None:
-        """Bytes of a message beyond its first ``FREE_BYTES``, before it is parsed. Raises QuotaExceeded."""
-        if seconds := self.bytes.take(size_bytes, now):
-            raise self._too_fast("bytes_per_second", self.bytes.rate, seconds)
-
-    def _too_fast(self, what: str, limit: int, seconds: float) -> QuotaExceeded:
-        self.refused += 1
-        return QuotaExceeded(self.tenant, what, None, limit, f"try again in {seconds:.3f} s")
+    def admit(self, what: str, count: int, now: float) -> None:
+        """Admit calls, operations of a step, or bytes of a message beyond its first ``FREE_BYTES``, by their rate
+        ``what``. Raises QuotaExceeded."""
+        bucket = self.buckets[what]
+        if seconds := bucket.take(count, now):
+            self.refused += 1
+            raise QuotaExceeded(self.tenant, what, None, bucket.rate, f"try again in {seconds:.3f} s")
 
 
 class TenantLine(NamedTuple):

@@ -17,7 +17,7 @@ shape where the name ends in ``.json``::
     [[token]]
     name = "stolen"
     sha256 = "..."
-    revoked = true               # refused from now on; an entry that is taken out has a grace (``Retired``)
+    revoked = true               # refused from now on; an entry that is taken out has a grace
 
     [[peer]]                     # a process of this node, by what the kernel says at the life socket
     uid = 1001                   # or gid
@@ -32,8 +32,6 @@ shape where the name ends in ``.json``::
     leases = 16
     [quota.tenants.team-a]
     device_bytes = "32GiB"
-
-Tokens that have left the tokens' file: their remaining rights, their grace, and the callers that still show them.
 
 A token of an engine that leaves the file is *retired*: for a grace it keeps the leases alive that its engine has, and
 serves their calls. The engine's own file changes later than the daemon's, and its requests must not pay for that.
@@ -69,8 +67,49 @@ MAX_TOKEN_BYTES = 4096
 MIN_TOKEN_CHARACTERS = 22
 """128 bits in base64. The file has digests alone, so a short token shows only when a caller sends it."""
 
+MOST_REMEMBERED = 4096
+"""Most tokens remembered, as many as a file may have entries; the oldest are forgotten first, and are then unknown."""
+SHOWN_SECONDS = 30.0
+"""Time after its last call for which a token counts as shown, seconds: engines send several heartbeats within it."""
+
 Signature = tuple[int, int, int]
 """Signature by which a changed file is known."""
+
+
+class Shown(NamedTuple):
+    """A retired token that callers still show. ``left_seconds``: of its grace; 0: it is refused."""
+
+    name: str
+    tenant: str
+    left_seconds: float
+
+
+@dataclass(slots=True, eq=False)
+class Retired:
+    """A token that has left the file. ``calls``: of its caller at the last look; ``shown_at``: when it had made more.
+    ``is_told``, ``is_refusal_told``: the log names it once, and once more when it is refused."""
+
+    caller: Caller
+    calls: int
+    shown_at: float = -math.inf
+    is_told: bool = False
+    is_refusal_told: bool = False
+
+    def look(self, now: float) -> None:
+        """End its grace, and report a caller that still shows it."""
+        caller = self.caller
+        if caller.grace_ends is not None and now >= caller.grace_ends:
+            caller.revoked = True
+        if caller.calls == self.calls:
+            return
+        self.calls, self.shown_at = caller.calls, now
+        if caller.revoked and not self.is_refusal_told:
+            self.is_refusal_told = True
+            events.warning("token_refused", caller=caller.name, tenant=caller.tenant or "")
+        elif not caller.revoked and not self.is_told:
+            self.is_told = True
+            left = round((caller.grace_ends or now) - now)
+            events.warning("token_retired_shown", caller=caller.name, tenant=caller.tenant or "", seconds=left)
 
 
 class Keyring:
@@ -92,7 +131,8 @@ class Keyring:
         self._process_of = process_of
         self._now = now
         self._keys = Keys()
-        self._retired = Retired(grace_seconds, now)
+        self._grace_seconds = grace_seconds
+        self._retired: dict[str, Retired] = {}
         self._seen: Signature | None = None
         self._stale_since: float | None = None
         self._remind_at = 0.0
@@ -102,19 +142,21 @@ class Keyring:
     def load(self) -> None:
         """Read the file. Raises InvalidRequest that says what is wrong with it, and changes nothing then."""
         seen, keys = _signature(self._path), read_keys(self._path)
-        for how, old in {**self._retired.callers(), **self._keys.callers}.items():
+        retired = {("token", digest): entry.caller for digest, entry in self._retired.items()}
+        for how, old in {**retired, **self._keys.callers}.items():
             new = keys.callers.get(how)
-            if new is not None and _is_same(old, new):
-                keys.callers[how] = old  # open streams go on
-                self._retired.forget(old)
-            elif new is not None:
-                self._retired.forget(old)
-                old.revoked = True
+            if new is not None:  # it says what counts
+                old.grace_ends = None
+                self._retired.pop(old.digest, None)
+                if _is_same(old, new):
+                    keys.callers[how] = old  # open streams go on
+                else:
+                    old.revoked = True
             elif how in self._keys.callers:
-                self._retired.retire(old)
+                self._retire(old)
         for new in keys.callers.values():
             if new.revoked:
-                self._retired.revoke(new)
+                self._remember(new)
         self._keys, self._seen, self._stale_since = keys, seen, None
 
     def start(self) -> None:
@@ -135,12 +177,13 @@ class Keyring:
             self._remind_at = 0.0
             self._tell_stale(str(error))
             return
-        events.event("tokens_read", entries=len(self._keys.callers), tenants=len(self._keys.tenants()))
+        events.event("tokens_read", entries=len(self._keys.callers), tenants=len(self.tenants()))
 
     def look(self) -> None:
         """Read the file again where it has changed; say now and again that it cannot be read, while that is so. End the
         grace of tokens that were replaced."""
-        self._retired.look()
+        for entry in self._retired.values():
+            entry.look(self._now())
         try:
             seen = _signature(self._path)
         except InvalidRequest as error:
@@ -180,7 +223,8 @@ class Keyring:
                     "rand -base64 32`, and put its digest into the tokens' file"
                 )
             digest = hashlib.sha256(token[:MAX_TOKEN_BYTES].encode(errors="replace")).hexdigest()
-            found = callers.get(("token", digest)) or self._retired.find(digest)
+            entry = self._retired.get(digest)
+            found = callers.get(("token", digest)) or (None if entry is None else entry.caller)
             # The look-up compares digests, which a caller cannot steer; this one leaves no doubt.
             if found is None or not hmac.compare_digest(found.digest, digest):
                 raise Unauthenticated("the token is not known to this daemon; ask its operator for one")
@@ -193,8 +237,16 @@ class Keyring:
         return None if known is None else _peer(callers, known)
 
     def retired_shown(self) -> list[Shown]:
-        """Tokens that were replaced or revoked, and that callers have shown lately."""
-        return self._retired.shown()
+        """Tokens that were replaced or revoked, and that callers have shown lately; the one whose grace ends first at
+        the head."""
+        now = self._now()
+        found = []
+        for entry in self._retired.values():
+            who = entry.caller
+            if now - entry.shown_at <= SHOWN_SECONDS:
+                left = 0.0 if who.revoked or who.grace_ends is None else max(who.grace_ends - now, 0.0)
+                found.append(Shown(who.name, who.tenant or "", left))
+        return sorted(found, key=lambda each: each.left_seconds)
 
     def admit_scraper(self, token: str) -> None:
         """Admit a scraper with this token to the page of metrics. Safe to call from another thread.
@@ -219,11 +271,36 @@ class Keyring:
         return self._keys.quotas.get(tenant, self._keys.default_quota)
 
     def tenants(self) -> set[str]:
-        return self._keys.tenants()
+        """Every tenant that the file names; the empty name is the shared one."""
+        return {each.acts_for for each in self._keys.callers.values() if not each.revoked} | set(self._keys.quotas)
 
     def working_tenants(self) -> set[str]:
         """Tenants that may hold leases and models."""
-        return self._keys.working_tenants()
+        engines = (each for each in self._keys.callers.values() if Scope.ENGINE in each.scopes)
+        return {each.acts_for for each in engines if not each.revoked}
+
+    def _retire(self, caller: Caller) -> None:
+        """The file has its entry no more: an engine's token has its grace, any other is refused from now on."""
+        is_of_engine = bool(caller.digest) and Scope.ENGINE in caller.scopes
+        if is_of_engine and self._grace_seconds and not caller.revoked:
+            caller.grace_ends = self._now() + self._grace_seconds
+            events.event(
+                "token_retired", caller=caller.name, tenant=caller.tenant or "", seconds=round(self._grace_seconds)
+            )
+        else:
+            caller.revoked = True
+        self._remember(caller)
+
+    def _remember(self, caller: Caller) -> None:
+        if not caller.digest:
+            return
+        before = self._retired.pop(caller.digest, None)
+        entry = self._retired[caller.digest] = Retired(caller, caller.calls)
+        if before is not None:
+            entry.is_refusal_told = before.is_refusal_told
+        while len(self._retired) > MOST_REMEMBERED:
+            oldest = self._retired.pop(next(iter(self._retired)))
+            oldest.caller.revoked = True
 
     async def _watch(self) -> None:
         while True:
@@ -275,14 +352,6 @@ class Keys:
     callers: dict[tuple[str, Any], Caller] = field(default_factory=dict)
     quotas: dict[str, Quota] = field(default_factory=dict)
     default_quota: Quota = NO_QUOTA
-
-    def tenants(self) -> set[str]:
-        """Every tenant that the file names; the empty name is the shared one."""
-        return {each.acts_for for each in self.callers.values() if not each.revoked} | set(self.quotas)
-
-    def working_tenants(self) -> set[str]:
-        """Tenants that may hold leases and models."""
-        return {each.acts_for for each in self.callers.values() if Scope.ENGINE in each.scopes and not each.revoked}
 
 
 def read_keys(path: Path) -> Keys:
@@ -403,108 +472,3 @@ def _quotas(path: Path, table: Any) -> tuple[dict[str, Quota], Quota]:
     named = {name: parse_quota(each, f"{path}: quota.tenants.{name}") for name, each in tenants.items()}
     default = parse_quota(table["default"], f"{path}: quota.default") if "default" in table else NO_QUOTA
     return named, default
-
-
-MOST_REMEMBERED = 4096
-"""Most tokens remembered, as many as a file may have entries; the oldest are forgotten first, and are then unknown."""
-SHOWN_SECONDS = 30.0
-"""Time after its last call for which a token counts as shown, seconds: engines send several heartbeats within it."""
-
-
-class Shown(NamedTuple):
-    """A retired token that callers still show. ``left_seconds``: of its grace; 0: it is refused."""
-
-    name: str
-    tenant: str
-    left_seconds: float
-
-
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """``calls``: of the caller when ``look`` saw it last; ``shown_at``: when it had made more."""
-
-    caller: Caller
-    calls: int
-    shown_at: float = -math.inf
-    is_told: bool = False
-    is_refusal_told: bool = False
-
-
-class Retired:
-    """Retired tokens by digest. ``grace_seconds``: 0 accepts none. ``now``: monotonic seconds."""
-
-    def __init__(self, grace_seconds: float, now: Callable[[], float]) -> None:
-        self._grace_seconds = grace_seconds
-        self._now = now
-        self._entries: dict[str, _Entry] = {}
-
-    def callers(self) -> dict[tuple[str, str], Caller]:
-        """All that are remembered, by what they prove."""
-        return {("token", digest): entry.caller for digest, entry in self._entries.items()}
-
-    def find(self, digest: str) -> Caller | None:
-        """Caller that had this token; None for one that is not remembered."""
-        entry = self._entries.get(digest)
-        return None if entry is None else entry.caller
-
-    def retire(self, caller: Caller) -> None:
-        """The file has its entry no more: an engine's token has its grace, any other is refused from now on."""
-        is_of_engine = bool(caller.digest) and Scope.ENGINE in caller.scopes
-        if is_of_engine and self._grace_seconds and not caller.revoked:
-            caller.grace_ends = self._now() + self._grace_seconds
-            events.event(
-                "token_retired", caller=caller.name, tenant=caller.tenant or "", seconds=round(self._grace_seconds)
-            )
-        else:
-            caller.revoked = True
-        self._remember(caller)
-
-    def revoke(self, caller: Caller) -> None:
-        """The file says that it is revoked: its calls end now."""
-        caller.revoked = True
-        self._remember(caller)
-
-    def forget(self, caller: Caller) -> None:
-        """The file has an entry for its token, which says what counts."""
-        caller.grace_ends = None
-        self._entries.pop(caller.digest, None)
-
-    def look(self) -> None:
-        """End what has had its grace, and tell once of each caller that still shows its token."""
-        now = self._now()
-        for entry in self._entries.values():
-            caller = entry.caller
-            if caller.grace_ends is not None and now >= caller.grace_ends:
-                caller.revoked = True
-            if caller.calls == entry.calls:
-                continue
-            entry.calls, entry.shown_at = caller.calls, now
-            if caller.revoked and not entry.is_refusal_told:
-                entry.is_refusal_told = True
-                events.warning("token_refused", caller=caller.name, tenant=caller.tenant or "")
-            elif not caller.revoked and not entry.is_told:
-                entry.is_told = True
-                left = round((caller.grace_ends or now) - now)
-                events.warning("token_retired_shown", caller=caller.name, tenant=caller.tenant or "", seconds=left)
-
-    def shown(self) -> list[Shown]:
-        """Tokens that callers have shown recently, the one whose grace ends first at the head."""
-        now = self._now()
-        entries = (entry for entry in self._entries.values() if now - entry.shown_at <= SHOWN_SECONDS)
-        found = [Shown(e.caller.name, e.caller.tenant or "", _left(e.caller, now)) for e in entries]
-        return sorted(found, key=lambda each: each.left_seconds)
-
-    def _remember(self, caller: Caller) -> None:
-        if not caller.digest:
-            return
-        before = self._entries.pop(caller.digest, None)
-        entry = self._entries[caller.digest] = _Entry(caller, caller.calls)
-        if before is not None:
-            entry.is_refusal_told = before.is_refusal_told
-        while len(self._entries) > MOST_REMEMBERED:
-            oldest = self._entries.pop(next(iter(self._entries)))
-            oldest.caller.revoked = True
-
-
-def _left(caller: Caller, now: float) -> float:
-    return 0.0 if caller.revoked or caller.grace_ends is None else max(caller.grace_ends - now, 0.0)

@@ -84,12 +84,12 @@ class MetricValues:
 
     def _memory(self, reading: Reading) -> None:
         facts = self.facts
-        lacking = facts.health.lacking_hosts()
+        lacking = facts.health.backend.lacking_hosts()
         for device in self.node.vault.devices():
             reading.put("device_pool_bytes", facts.device_pool_bytes, device)
             reading.put("device_pool_free_bytes", self.node.vault.device_free_bytes(device), device)
             reading.put("host_chunks_refused", lacking.get(device, (0, ""))[0], device)
-        reading.put("device_peers_refused", len(facts.health.refused_peers()))
+        reading.put("device_peers_refused", len(facts.health.backend.refused_peers()))
         reading.put("host_pool_bytes", facts.host_pool_bytes)
         reading.put("host_pool_ready_bytes", facts.host_pool_ready_bytes)
 

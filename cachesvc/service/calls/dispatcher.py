@@ -280,7 +280,8 @@ class Dispatcher:
         lease = node.core.ledger.hear(lease_id, tenant, now) if lease_id else None
         if self._is_stopping:
             raise Unavailable("the daemon stops; go on without the cache")
-        caller, quotas = process() if lease is None else lease.opened_by[0] or lease_id, self.admission.quotas
+        caller = process() if lease is None else lease.opened_by[0] or lease_id
+        quotas = self.admission.quotas  # as Admission.holder, without a call
         holder = Holder(caller, None if quotas is None else quotas.meter(tenant))
         repeats = self._repeats.get(lease_id) if request_id and lease is not None else None
         is_retry = repeats is not None and (request_id in repeats.given or request_id in repeats.under_way)

@@ -47,7 +47,7 @@ class DeviceHealth:
         heals: bool = False,
     ) -> None:
         self._heals = heals
-        self._backend = backend
+        self.backend = backend
         self._view = node.view()
         self._tell = tell
         self._probe_seconds = probe_seconds
@@ -66,27 +66,19 @@ class DeviceHealth:
 
     def faults(self) -> dict[str, str]:
         """Broken devices, and the cause of each."""
-        told = {device: self._backend.fault(device) for device in self._backend.devices()}
+        told = {device: self.backend.fault(device) for device in self.backend.devices()}
         return {device: reason for device, reason in told.items() if reason}
-
-    def refused_peers(self) -> dict[tuple[str, str], str]:
-        """Pairs (source, target) of devices whose copies go by the host, and why."""
-        return self._backend.refused_peers()
-
-    def lacking_hosts(self) -> dict[str, tuple[int, str]]:
-        """Devices that refuse chunks of the host pool: how many, and why the last of them."""
-        return self._backend.lacking_hosts()
 
     def serving(self) -> Serving:
         faults = self.faults()
         if not faults:
             return Serving(ready=not self._view.is_draining, live=True)
-        others = len(faults) < len(self._backend.devices())
+        others = len(faults) < len(self.backend.devices())
         return Serving(ready=False, live=self._heals or (others and self._view.live_leases > 0))
 
     async def look(self) -> None:
         """Ask the devices, log what is new, and tell what has changed."""
-        await asyncio.to_thread(self._backend.probe)
+        await asyncio.to_thread(self.backend.probe)
         faults = self.faults()
         for device in [device for device in self._known if device not in faults]:
             del self._known[device]
@@ -98,7 +90,7 @@ class DeviceHealth:
                     "device_lost",
                     device=device,
                     reason=reason,
-                    devices_left=len(self._backend.devices()) - len(self._known),
+                    devices_left=len(self.backend.devices()) - len(self._known),
                     action="its mover is started again by itself"
                     if self._heals
                     else "restart the daemon when the engines of its other devices can do without it",
@@ -107,7 +99,7 @@ class DeviceHealth:
         await self.tell()
 
     def _look_at_peers(self) -> None:
-        refused = self.refused_peers()
+        refused = self.backend.refused_peers()
         for (source, target), reason in refused.items() - self._known_peers.items():
             events.warning("device_pair_refused", source=source, target=target, reason=reason)
         self._known_peers = refused
@@ -246,7 +238,7 @@ class Facts:
                 tokens=who not in UNPROVEN,
                 attention=self.attention(who.sees, sees_all=who.sees_all),
                 transports=self.transports(),
-                loop=status_pb2.LoopStatus(**self.loop.line()._asdict()),
+                loop=self.loop.status(),
             )
         )
         return found
@@ -258,12 +250,12 @@ class Facts:
         out += [
             f"copies from {source} to {target} are refused, hits there come by the host: {reason}; "
             "check the link between the two GPUs (ACS, IOMMU, bridge)"
-            for (source, target), reason in self.health.refused_peers().items()
+            for (source, target), reason in self.health.backend.refused_peers().items()
         ]
         out += [
             f"device {uuid} refuses {chunks} chunks of the host pool, which its models do without: {why}; "
             "check the limits of locked memory and address space"
-            for uuid, (chunks, why) in self.health.lacking_hosts().items()
+            for uuid, (chunks, why) in self.health.backend.lacking_hosts().items()
         ]
         if self.host_pool.failure is not None:
             out.append(f"the host pool stays at {self.host_pool_ready_bytes} bytes: {self.host_pool.failure}")

@@ -28,7 +28,7 @@ from kvcache.v1 import (
 from cachesvc.model.errors import Unavailable
 from cachesvc.model.text import unix_target
 from cachesvc.service.access.admission import Option, Ways, local_options, tcp_options
-from cachesvc.service.access.auth import LOOPBACK, Charge, Doorkeeper, Guard, free, otherwise_local
+from cachesvc.service.access.auth import EVERYONE, LOOPBACK, Charge, Doorkeeper, Guard, Unlocked, free
 from cachesvc.service.host.health import HealthAnswers, HealthListener, Serving
 from cachesvc.service.host.socket_files import open_to_group, remove_socket
 from cachesvc.service.host.tls import add_port
@@ -87,7 +87,7 @@ class Server:
 
     async def start(self) -> None:
         """Listen and serve. Raises Unavailable when an address cannot be had."""
-        guard = Guard(self._keeper, otherwise_local(self._keeper), refused=self._refused, charge=self._charge)
+        guard = Guard(self._keeper or Unlocked(EVERYONE), refused=self._refused, charge=self._charge)
         server = self._make(guard, local_options(self._ways))
         logging.getLogger("grpc._cython.cygrpc").addFilter(is_about_us)
         mask = os.umask(0o177)  # the socket must not be open to others for a moment either
@@ -120,11 +120,8 @@ class Server:
         listening = self._listening
         if not listening.tcp:
             return
-        otherwise = LOOPBACK if self._keeper is None else None
-        by_certificate = bool(listening.client_ca)
-        guard = Guard(
-            self._keeper, otherwise, by_certificate=by_certificate, refused=self._refused, charge=self._charge
-        )
+        keeper, by_certificate = self._keeper or Unlocked(LOOPBACK), bool(listening.client_ca)
+        guard = Guard(keeper, by_certificate=by_certificate, refused=self._refused, charge=self._charge)
         server = self._make(guard, tcp_options(self._ways))
         self._running.insert(0, server)
         try:

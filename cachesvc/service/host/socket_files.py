@@ -81,7 +81,7 @@ class SocketClaim:
             await asyncio.sleep(LOOK_SECONDS)
         try:
             _make_way(self._socket)
-            _make_way_for_life(self._socket + LIFE_SUFFIX)
+            _make_way(self._socket + LIFE_SUFFIX, has_lock=True)
         except Unavailable:
             self.release()
             raise
@@ -228,34 +228,20 @@ def is_served(path: str) -> bool:
         return probe.connect_ex(path) == 0
 
 
-def _make_way(path: str) -> None:
-    """Remove a socket file without a listener.
+def _make_way(path: str, *, has_lock: bool = False) -> None:
+    """Remove a socket file without a listener. ``has_lock``: the lock of a daemon's other socket says that it has none.
 
-    Raises Unavailable when a process listens, or when the file is not a socket.
+    Raises Unavailable when a process listens, or when the file is not a socket: that has another owner and is not ours
+    to remove.
     """
     if not os.path.lexists(path):
         return
-    _require_socket(path)
+    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+        raise Unavailable(f"{path} exists and is not a socket; move it away or choose another --socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        result = probe.connect_ex(path)
+        result = errno.ECONNREFUSED if has_lock else probe.connect_ex(path)
     if result == 0:
         raise Unavailable(f"socket {path} is in use by a running daemon; stop it or choose another --socket")
     if result not in (errno.ECONNREFUSED, errno.ENOENT):
         raise Unavailable(f"{path} exists and is not a socket of ours ({os.strerror(result)}); choose another --socket")
     remove_socket(path)
-
-
-def _make_way_for_life(path: str) -> None:
-    """Remove the life socket that a killed daemon left; holding the lock tells that no daemon runs.
-
-    Raises Unavailable for a file that is not a socket.
-    """
-    if os.path.lexists(path):
-        _require_socket(path)
-        remove_socket(path)
-
-
-def _require_socket(path: str) -> None:
-    """Raise Unavailable for a file of another kind, which has another owner and is not ours to remove."""
-    if not stat.S_ISSOCK(os.lstat(path).st_mode):
-        raise Unavailable(f"{path} exists and is not a socket; move it away or choose another --socket")

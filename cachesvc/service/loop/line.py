@@ -2,7 +2,7 @@
 
 A flow of more than one turn, a call that wakes up, a landing and a chore each take one turn. One turn is taken in each
 round of the loop, round robin by party: a process as admission knows it (``CallerKey``), or the daemon's own background
-work. Within a party the first comes first, and all of its long calls are one (``LongCalls``). So a short call waits
+work. Within a party the first comes first, and all of its long calls are one (``LongCall``). So a short call waits
 for one turn at most, and a long one for one turn of each other party between its own.
 """
 
@@ -12,14 +12,15 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
+
+from kvcache.v1.status_pb2 import LoopStatus
 
 from cachesvc.model.answers import Reserved
-from cachesvc.model.errors import CacheError, DeadlineExceeded, LimitExceeded, Unavailable
+from cachesvc.model.errors import DeadlineExceeded, LimitExceeded, Unavailable
 from cachesvc.model.numbers import Party, Rounds
 from cachesvc.questions.view import Question
 from cachesvc.service.access.admission import CallerKey
@@ -49,9 +50,12 @@ def keep_a_moment(reserved: Reserved | None, now: float) -> None:
 
 
 class Line:
-    """Used on the running loop alone. A turn raises nothing: it is the root of a callback."""
+    """Used on the running loop alone. A turn raises nothing: it is the root of a callback. ``now``: monotonic seconds.
+    ``long_calls``: those of each process."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self.now = now
+        self.long_calls: dict[CallerKey, _Queue] = {}
         self._turns: Rounds[CallerKey | Party, Turn] = Rounds()
         self._has_taken = False  # a turn in this round, or one before that has not passed on yet
 
@@ -71,6 +75,12 @@ class Line:
         else:
             self._pass_on()
             turn()
+
+    async def next_turn(self, party: CallerKey) -> None:
+        """Until it is a party's turn again, behind its own that wait and round robin with all others."""
+        sleeper = Sleeper(self, party)
+        sleeper.yield_turn()
+        await sleeper.future
 
     def _pass_on(self) -> None:
         if not self._has_taken:
@@ -126,138 +136,93 @@ PATIENCE = 1.5
 TURNS_AHEAD = "turns of long calls of this process before their deadline"
 
 
-class LongCalls:
-    """Long calls that wait or go on, by process. Used on the loop alone. ``now``: monotonic seconds."""
-
-    def __init__(self, line: Line, now: Callable[[], float]) -> None:
-        self._line = line
-        self._now = now
-        self._queues: dict[CallerKey, _Queue] = {}
-
-    def enter(self, party: CallerKey, turns: int, until: float) -> LongCall:
-        """Line up a call of ``turns`` turns, to be ended once. Raises LimitExceeded where it could not end in time."""
-        queue = self._queues.get(party) or _Queue(self._now)
-        queue.require(queue.turns + turns, until)
-        self._queues[party] = queue
-        call = LongCall(self, turns, until, Sleeper(self._line, party))
-        queue.calls[call] = None
-        queue.turns += turns
-        if queue.head is call:
-            call.sleeper.yield_turn()
-        else:
-            loop = asyncio.get_running_loop()
-            call.alarm = loop.call_later(max(0.0, until - self._now()), call.expire)
-        return call
-
-    def next_turn(self, call: LongCall) -> None:
-        """Line up for the next turn of a call that has begun."""
-        queue = self._queues[call.party]
-        queue.count_turn(call)
-        call.sleeper = Sleeper(self._line, call.party)
-        call.sleeper.yield_turn()
-        queue.refuse_last()
-
-    def end(self, call: LongCall) -> None:
-        """Take a call out of the line: the next of its process begins."""
-        queue = self._queues[call.party]
-        was_head = queue.head is call
-        del queue.calls[call]
-        queue.turns -= call.turns
-        if not queue.calls:
-            del self._queues[call.party]
-        elif was_head:
-            queue.head.sleeper.yield_turn()
-
-
-class LongCall:
-    """One long call. ``turns``: those that it is still to take."""
-
-    __slots__ = ("_calls", "alarm", "has_begun", "sleeper", "turns", "until")
-
-    def __init__(self, calls: LongCalls, turns: int, until: float, sleeper: Sleeper) -> None:
-        self.turns = turns
-        self.until = until
-        self.sleeper = sleeper
-        self.has_begun = False
-        self.alarm: asyncio.TimerHandle | None = None
-        self._calls = calls
-
-    @property
-    def party(self) -> CallerKey:
-        return self.sleeper.party
-
-    async def turn(self) -> None:
-        """Until it is its turn. Raises LimitExceeded, DeadlineExceeded before the first one."""
-        if self.has_begun:
-            self._calls.next_turn(self)
-        await self.sleeper.future
-        self._quiet()
-        self.has_begun = True
-
-    def expire(self) -> None:
-        """End the wait for the first turn: the deadline has passed."""
-        self.refuse(
-            DeadlineExceeded(
-                "the turn of this call did not come before its deadline, and nothing was changed; "
-                "send fewer long calls at a time",
-                was_answered=True,
-            )
-        )
-
-    def refuse(self, why: CacheError) -> None:
-        """End the wait for the first turn with an error. Idempotent."""
-        if not self.sleeper.future.done():
-            self.sleeper.future.set_exception(why)
-
-    def end(self) -> None:
-        """Leave the line: the next of the process begins."""
-        self._quiet()
-        self._calls.end(self)
-
-    def _quiet(self) -> None:
-        if self.alarm is not None:
-            self.alarm.cancel()
-            self.alarm = None
-
-
 class _Queue:
-    """Long calls of one process, first come first. ``turns``: that they are still to take, all together."""
+    """Long calls of one process, first come first. ``turns``: that they are still to take, all together; ``taken``:
+    those taken since ``since``."""
 
-    def __init__(self, now: Callable[[], float]) -> None:
-        self.calls: OrderedDict[LongCall, None] = OrderedDict()
+    def __init__(self, since: float) -> None:
+        self.calls: dict[LongCall, None] = {}
         self.turns = 0
-        self._now = now
-        self._since = now()
-        self._taken = 0
+        self.taken = 0
+        self.since = since
 
     @property
     def head(self) -> LongCall:
         return next(iter(self.calls))
 
-    def count_turn(self, call: LongCall) -> None:
-        self._taken += 1
-        if call.turns > 1:
-            call.turns -= 1
-            self.turns -= 1
-
-    def require(self, turns: int, until: float) -> None:
+    def require(self, turns: int, until: float, now: float) -> None:
         """Raises LimitExceeded where a call that ends after ``turns`` turns would end after ``until``."""
-        if self._taken < PACED_TURNS:
+        if self.taken < PACED_TURNS:
             return
-        now = self._now()
-        each, left = (now - self._since) / self._taken, max(0.0, until - now)
+        each, left = (now - self.since) / self.taken, max(0.0, until - now)
         if each * turns > PATIENCE * left:
             raise LimitExceeded(TURNS_AHEAD, turns, int(left / each))
 
-    def refuse_last(self) -> None:
-        """Refuse the call that came last where it cannot end in time."""
-        last = next(reversed(self.calls))
-        if last.has_begun or last is self.head:
+
+class LongCall:
+    """One long call of ``turns`` turns, which is queued from when it is made until ``end``. Raises LimitExceeded where
+    it could not end in time."""
+
+    def __init__(self, line: Line, party: CallerKey, turns: int, until: float) -> None:
+        now = line.now()
+        self._line = line
+        self._party = party
+        self._turns = turns
+        self.until = until
+        self.sleeper = Sleeper(line, party)
+        self._has_begun = False
+        self._queue = queue = line.long_calls.get(party) or _Queue(now)
+        queue.require(queue.turns + turns, until, now)
+        line.long_calls[party] = queue
+        queue.calls[self] = None
+        queue.turns += turns
+        if queue.head is self:
+            self.sleeper.yield_turn()
+
+    async def turn(self) -> None:
+        """Until it is its turn. Raises LimitExceeded, DeadlineExceeded before the first one."""
+        queue = self._queue
+        if self._has_begun:
+            queue.taken += 1
+            if self._turns > 1:
+                self._turns -= 1
+                queue.turns -= 1
+            self.sleeper = Sleeper(self._line, self._party)
+            self.sleeper.yield_turn()
+            self._refuse_last()
+            await self.sleeper.future
+            return
+        left = None if queue.head is self else max(0.0, self.until - self._line.now())
+        try:
+            await asyncio.wait_for(self.sleeper.future, left)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                "the turn of this call did not come before its deadline, and nothing was changed; "
+                "send fewer long calls at a time",
+                was_answered=True,
+            ) from None
+        self._has_begun = True
+
+    def end(self) -> None:
+        """Leave the queue: the next call of the process begins."""
+        queue = self._queue
+        was_head = queue.head is self
+        del queue.calls[self]
+        queue.turns -= self._turns
+        if not queue.calls:
+            del self._line.long_calls[self._party]
+        elif was_head:
+            queue.head.sleeper.yield_turn()
+
+    def _refuse_last(self) -> None:
+        """Refuse the call that came last, which has not begun, where it cannot end in time."""
+        last = next(reversed(self._queue.calls))
+        if last is self or last.sleeper.future.done():
             return
         try:
-            self.require(self.turns, last.until)
+            self._queue.require(self._queue.turns, last.until, self._line.now())
         except LimitExceeded as why:
-            last.refuse(why)
+            last.sleeper.future.set_exception(why)
 
 
 SLICE_SECONDS = 0.0005
@@ -424,15 +389,6 @@ class Longest:
         self._until = now + WINDOW_SECONDS
 
 
-class LoopLine(NamedTuple):
-    """Longest round of the event loop lately, rounds above 2 ms since the start, and the flow that held it longest."""
-
-    longest_round_ms: float
-    long_rounds: int
-    longest_flow: str
-    longest_flow_ms: float
-
-
 class LoopWatch:
     """Used on the loop alone. ``long_rounds``: rounds above ``LONG_ROUND_SECONDS`` since the start."""
 
@@ -478,10 +434,16 @@ class LoopWatch:
     def longest_round(self) -> float:
         return self._rounds.get().get(ROUND, 0.0)
 
-    def line(self) -> LoopLine:
+    def status(self) -> LoopStatus:
+        """Longest round lately, rounds above 2 ms since the start, and the flow that held the loop longest."""
         flows = self.longest()
         flow = max(flows, key=flows.__getitem__, default="")
-        return LoopLine(self.longest_round() * 1e3, self.long_rounds, flow, flows.get(flow, 0.0) * 1e3)
+        return LoopStatus(
+            longest_round_ms=self.longest_round() * 1e3,
+            long_rounds=self.long_rounds,
+            longest_flow=flow,
+            longest_flow_ms=flows.get(flow, 0.0) * 1e3,
+        )
 
     def _begin_round(self, loop: Loop, now: float) -> None:
         self._round_began = now

@@ -7,9 +7,9 @@ import gc
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
-from cachesvc.flows.core import NO_MODEL, Call, Chore, Core, Count
+from cachesvc.flows.core import NO_MODEL, Chore, Core, Count
 from cachesvc.flows.leases import LEASES_A_TURN, empty_lost, lose_device, lose_silent, may_map, process_gone
 from cachesvc.flows.pinning import expire_pins
 from cachesvc.flows.registration import host_pages_arrived
@@ -29,7 +29,6 @@ from cachesvc.service.loop.line import (
     AsksAgain,
     Line,
     LongCall,
-    LongCalls,
     LoopWatch,
     Sleeper,
     keep_a_moment,
@@ -43,8 +42,6 @@ LANDINGS = 8
 """Transfers that land in a turn: each costs as much as some blocks, however few it has."""
 NEEDS = "the transfers that this call needs"
 TOO_LATE = "the turn of this call came after its deadline, and nothing was changed; send fewer calls at a time"
-Flow = Callable[[Core, Call], Answer | Wait]
-"""Answers, or says what to wait for and is run again with a new Call."""
 
 
 def end_wait(wait: Wait) -> None:
@@ -57,7 +54,7 @@ class Node:
     """Owns the Core on one event loop. Everything but ``on_transfer_done`` and ``on_host_pages`` is called there.
 
     ``on_change`` is called after every flow: blocks may have come or gone. So is ``on_work``, which may add chores.
-    Both must be quick.
+    Both must be quick. ``on_sweep`` is called now and then, with the time: for what has to be done sometime.
     """
 
     def __init__(self, core: Core, *, epoch: int, wait_seconds: float, lease_seconds: float) -> None:
@@ -69,6 +66,7 @@ class Node:
         self.started = self.now()
         self.on_change: Callable[[], None] | None = None
         self.on_work: Callable[[], None] | None = None
+        self.on_sweep: Callable[[float], None] | None = None
         self.wait_seconds = wait_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiters: dict[int, list[Sleeper]] = {}
@@ -77,9 +75,8 @@ class Node:
         self._is_stopping = False
         self._vault: Vault | None = None
         self.loop_watch = LoopWatch()
-        self._line = Line()
-        self._long_calls = LongCalls(self._line, self._time)
-        self.sweeper = Sweeper(core, lease_seconds, self._time, self.run, self.loop_watch)
+        self._line = Line(lambda: self.now())  # noqa: PLW0108 - a test may set another
+        self.next_turn = self._line.next_turn
         self._is_tidying = False
         core.on_refused = _log_failure
         core.on_ended = self._wake
@@ -95,7 +92,7 @@ class Node:
         self._vault = vault
         self._loop = asyncio.get_running_loop()
         self.loop_watch.start(self._loop)
-        self._sweeping = self._loop.create_task(self.sweeper.sweep())
+        self._sweeping = self._loop.create_task(self._sweep())
 
     def stop_waiting(self) -> None:
         """The daemon stops: calls that wait for transfers end now, and none waits from here on."""
@@ -112,9 +109,6 @@ class Node:
 
     def view(self, sight: Sight = EVERYTHING) -> View:
         return View(self.core, sight, self.now)
-
-    def _time(self) -> float:
-        return self.now()  # which a test may set
 
     # -- from other threads ------------------------------------------------------------------------------------
 
@@ -158,9 +152,6 @@ class Node:
         finally:
             self._changed()
 
-    def run_call(self, call: Call, flow: Flow[Answer]) -> Answer | Wait:
-        return self.run_of(call.model.id, flow, self.core, call)
-
     def distrust(self, model: int, why: str) -> None:
         """Serve no calls of a model any more, until it is verified: a defect may have left its accounting wrong."""
         known = self.core.ledger.models.get(model)
@@ -202,7 +193,7 @@ class Node:
                 left = until - self.now()
                 patience = max(0.0, left if wait.seconds is None else min(left, wait.seconds))
                 if wait.turns and long is None:
-                    long = self._long_calls.enter(party, wait.turns, until)
+                    long = LongCall(self._line, party, wait.turns, until)
                 elif wait.tickets and long is not None:
                     long.end()
                     long = None
@@ -284,12 +275,6 @@ class Node:
                         del self._waiters[ticket]
         self._require_going_on()
         return True
-
-    async def next_turn(self, party: CallerKey) -> None:
-        """Until it is a party's turn again, behind its own that wait and round robin with all others."""
-        sleeper = Sleeper(self._line, party)
-        sleeper.yield_turn()
-        await sleeper.future
 
     def _require_going_on(self) -> None:
         if self._is_stopping:
@@ -390,14 +375,50 @@ class Node:
         self._changed()
         self.loop_watch.note("chore", began)
 
+    # -- periodic work: silent leases, empty lost places, pins that end, the collector -----------------------------
+
+    async def _sweep(self) -> None:
+        rest = pause = min(1.0, self.lease_seconds / 4)
+        while True:
+            asleep = self.now()
+            await asyncio.sleep(rest)
+            try:
+                self.excuse(self.now() - asleep - rest, pause)
+                self.core.ledger.mark_time(self.now())
+                with self.loop_watch.watching("sweep"):
+                    self.run(empty_lost, self.core)
+                    self._expire_pins()
+                rest = 0.0 if self._lose_some() else pause
+                if self.on_sweep is not None:
+                    with self.loop_watch.watching("collector"):
+                        self.on_sweep(self.now())
+            except Exception:  # noqa: BLE001 - the root of a task: without it no lease would be lost again
+                events.failure("sweep_broke")
+
+    def _expire_pins(self) -> None:
+        for model, pin in self.run(expire_pins, self.core, self.now()):
+            events.event("pin_expired", model=model.id, key=pin.key.hex()[:SHOWN_DIGITS], blocks=pin.blocks)
+
+    def _lose_some(self) -> bool:
+        """Lose leases that are silent, a turn's worth; True where there may be more."""
+        with self.loop_watch.watching("sweep"):
+            lost = self.run(lose_silent, self.core, self.lease_seconds, self.now())
+            for lease in lost:
+                events.warning("lease_silent", lease=shown_id(lease), seconds=self.lease_seconds)
+        return len(lost) == LEASES_A_TURN
+
+    def excuse(self, late: float, pause: float) -> None:
+        """Count the time of a long hold of the loop as no silence of any lease: heartbeats of that time are yet to be
+        read."""
+        if late > pause:
+            now = self.now()
+            for lease in self.core.ledger.leases.values():
+                lease.heard(min(now, lease.last_heard + late))
+
 
 def _log_failure(ticket: int, reason: str) -> None:
     events.warning("transfer_failed", ticket=ticket, reason=reason)
 
-
-# Periodic work of the daemon: leases that fell silent, lost places that are empty, pins that end, the collector.
-#
-# Silence counts only while the daemon listens. After a hold of the loop, heartbeats of that time are yet to be read.
 
 SHOWN_DIGITS = 16
 """Hexadecimal digits of a key in the log."""
@@ -407,62 +428,6 @@ def tell_left(lease: Lease) -> None:
     """Log what a process held of a lease at its end, and the pages that come back once no process can write them."""
     held = {"sequences": len(lease.sequences), "private_pages": private_pages(lease)}
     events.event("lease_process_ended", lease=shown_id(lease.id), engine=lease.engine, **held)
-
-
-class Sweeper:
-    """Used on the loop alone. ``on_sweep`` is called now and then, with the time: for what has to be done sometime."""
-
-    def __init__(
-        self,
-        core: Core,
-        lease_seconds: float,
-        now: Callable[[], float],
-        run: Callable[[Callable[[], Any]], Any],
-        loop_watch: LoopWatch,
-    ) -> None:
-        self.on_sweep: Callable[[float], None] | None = None
-        self._core = core
-        self._lease_seconds = lease_seconds
-        self._now = now
-        self._run = run
-        self._loop_watch = loop_watch
-
-    async def sweep(self) -> None:
-        rest = pause = min(1.0, self._lease_seconds / 4)
-        while True:
-            asleep = self._now()
-            await asyncio.sleep(rest)
-            try:
-                self.excuse(self._now() - asleep - rest, pause)
-                self._core.ledger.mark_time(self._now())
-                with self._loop_watch.watching("sweep"):
-                    self._run(partial(empty_lost, self._core))
-                    self._expire_pins()
-                rest = 0.0 if self._lose_some() else pause
-                if self.on_sweep is not None:
-                    with self._loop_watch.watching("collector"):
-                        self.on_sweep(self._now())
-            except Exception:  # noqa: BLE001 - the root of a task: without it no lease would be lost again
-                events.failure("sweep_broke")
-
-    def _expire_pins(self) -> None:
-        for model, pin in self._run(partial(expire_pins, self._core, self._now())):
-            events.event("pin_expired", model=model.id, key=pin.key.hex()[:SHOWN_DIGITS], blocks=pin.blocks)
-
-    def _lose_some(self) -> bool:
-        """Lose leases that are silent, a turn's worth; True where there may be more."""
-        with self._loop_watch.watching("sweep"):
-            lost = self._run(partial(lose_silent, self._core, self._lease_seconds, self._now()))
-            for lease in lost:
-                events.warning("lease_silent", lease=shown_id(lease), seconds=self._lease_seconds)
-        return len(lost) == LEASES_A_TURN
-
-    def excuse(self, late: float, pause: float) -> None:
-        """Count the time of a long hold as no silence of any lease."""
-        if late > pause:
-            now = self._now()
-            for lease in self._core.ledger.leases.values():
-                lease.heard(min(now, lease.last_heard + late))
 
 
 # Python's cyclic collector, run between calls instead of within them.
@@ -566,9 +531,13 @@ class Collector:
         self._last = now
 
 
-def collector_between_calls(node: Node, admission: Admission, rows: Callable[[], int]) -> Collector:
+def collector_between_calls(node: Node, admission: Admission) -> Collector:
     """Make a collector that the node's sweep runs while no call is being served and no flow has turns left."""
-    collector = Collector(lambda: not (admission.work.held or node.has_turns), rows)
-    node.sweeper.on_sweep = collector.rest
+    models = node.core.ledger.models
+    collector = Collector(
+        lambda: not (admission.work.held or node.has_turns),
+        lambda: sum(len(model.blocks.index.keys) for model in models.values()),
+    )
+    node.on_sweep = collector.rest
     node.on_work = partial(collector.glance, node.core.chores)
     return collector

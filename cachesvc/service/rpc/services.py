@@ -26,14 +26,7 @@ from cachesvc.service.calls.dispatcher import INTERNAL, Ask, ServiceCall
 from cachesvc.service.calls.registrar import Registrar
 from cachesvc.service.host.device_health import require_working
 from cachesvc.service.rpc.edge import Context, Edge, end_with
-from cachesvc.service.rpc.steps import ALLOCATE_FLOW as ALLOCATE
-from cachesvc.service.rpc.steps import MATCH_FLOW as MATCH
-from cachesvc.service.rpc.steps import PREFETCH_FLOW as PREFETCH
-from cachesvc.service.rpc.steps import PUBLISH_FLOW as PUBLISH
-from cachesvc.service.rpc.steps import RECYCLE_FLOW as RECYCLE
-from cachesvc.service.rpc.steps import RELEASE_FLOW as RELEASE
-from cachesvc.service.rpc.steps import SWAP_FLOW as SWAP
-from cachesvc.service.rpc.steps import StepRun
+from cachesvc.service.rpc.steps import OPERATIONS, StepRun
 from cachesvc.telemetry import events
 from cachesvc.wire.columns import count_entries
 from cachesvc.wire.convert import layout_from_proto, placements_to_proto, ticket_to_proto
@@ -46,6 +39,15 @@ ENDS_STREAM = frozenset({INTERNAL, ErrorCode.UNAUTHENTICATED.value})
 """Refusals of a step that end its stream: the daemon has met a defect, or the caller is to prove itself anew."""
 
 
+def _one_answer(name: str) -> Any:
+    """A servicer's method for a call of one message and one answer, carried out by its operation ``name``."""
+
+    async def answer(self: Any, request: Any, context: Context) -> Any:
+        return await self._edge.answer(getattr(self, name), request, context)
+
+    return answer
+
+
 class CacheService(cache_pb2_grpc.CacheServiceServicer):
     """``operations``: those of Steps, by name and outcome."""
 
@@ -54,36 +56,15 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self._dispatcher = edge.dispatcher
         self.operations_per_step = operations_per_step
         self.operations: dict[tuple[str, str], int] = {}
-        self.match, self.allocate, self.publish, self.swap = MATCH, ALLOCATE, PUBLISH, SWAP
-        self.recycle, self.release, self.prefetch = RECYCLE, RELEASE, PREFETCH
+        row = OPERATIONS.__getitem__
+        self.match, self.allocate, self.publish, self.swap = map(row, ("match", "allocate", "publish", "swap"))
+        self.recycle, self.release, self.prefetch = map(row, ("recycle", "release", "prefetch"))
         self.wait_tickets = ServiceCall(name="CacheService/WaitTickets", handle=self._wait_tickets, kind=CallKind.WAITS)
         self.step = ServiceCall(name="CacheService/Step", handle=self._step, is_repeatable=True, is_of_lease=True)
 
-    async def Match(self, request: cache_pb2.MatchRequest, context: Context) -> cache_pb2.MatchResponse:
-        return await self._edge.answer(self.match, request, context)
-
-    async def Allocate(self, request: cache_pb2.AllocateRequest, context: Context) -> cache_pb2.AllocateResponse:
-        return await self._edge.answer(self.allocate, request, context)
-
-    async def Publish(self, request: cache_pb2.PublishRequest, context: Context) -> cache_pb2.PublishResponse:
-        return await self._edge.answer(self.publish, request, context)
-
-    async def Swap(self, request: cache_pb2.SwapRequest, context: Context) -> cache_pb2.SwapResponse:
-        return await self._edge.answer(self.swap, request, context)
-
-    async def Recycle(self, request: cache_pb2.RecycleRequest, context: Context) -> cache_pb2.RecycleResponse:
-        return await self._edge.answer(self.recycle, request, context)
-
-    async def Release(self, request: cache_pb2.ReleaseRequest, context: Context) -> cache_pb2.ReleaseResponse:
-        return await self._edge.answer(self.release, request, context)
-
-    async def Prefetch(self, request: cache_pb2.PrefetchRequest, context: Context) -> cache_pb2.PrefetchResponse:
-        return await self._edge.answer(self.prefetch, request, context)
-
-    async def WaitTickets(
-        self, request: cache_pb2.WaitTicketsRequest, context: Context
-    ) -> cache_pb2.WaitTicketsResponse:
-        return await self._edge.answer(self.wait_tickets, request, context)
+    Match, Allocate, Publish, Swap = map(_one_answer, ("match", "allocate", "publish", "swap"))
+    Recycle, Release, Prefetch = map(_one_answer, ("recycle", "release", "prefetch"))
+    WaitTickets = _one_answer("wait_tickets")
 
     async def Step(
         self, request_iterator: AsyncIterator[cache_pb2.StepRequest], context: Context
@@ -135,7 +116,8 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     def _step(self, ask: Ask, request: cache_pb2.StepRequest) -> cache_pb2.StepResponse | asyncio.Future[Any]:
         count = len(request.operations) + count_entries(request.columns)
         if ask.holder.meter is not None:  # what is refused for its size has cost its reading, too
-            ask.holder.meter.admit_operations(1 + min(count, self.operations_per_step), ask.began)
+            weight = 1 + min(count, self.operations_per_step)
+            ask.holder.meter.admit("operations_per_second", weight, ask.began)
         if request.request_id == 0:
             raise InvalidRequest("a step needs a request_id above 0, rising within the lease")
         if count > self.operations_per_step:
@@ -164,14 +146,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         self.attach = ServiceCall(name="EngineService/Attach", handle=self._attach, is_of_lease=True)
         self.detach = ServiceCall(name="EngineService/Detach", handle=self._detach, kind=CallKind.LIFE)
 
-    async def Register(self, request: engine_pb2.RegisterRequest, context: Context) -> engine_pb2.RegisterResponse:
-        return await self._edge.answer(self.register, request, context)
-
-    async def Attach(self, request: engine_pb2.AttachRequest, context: Context) -> engine_pb2.AttachResponse:
-        return await self._edge.answer(self.attach, request, context)
-
-    async def Detach(self, request: engine_pb2.DetachRequest, context: Context) -> engine_pb2.DetachResponse:
-        return await self._edge.answer(self.detach, request, context)
+    Register, Attach, Detach = map(_one_answer, ("register", "attach", "detach"))
 
     # -- what they do ------------------------------------------------------------------------------------------
 
@@ -280,8 +255,7 @@ class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
         self.keep_alive = ServiceCall(name="LeaseService/KeepAlive", handle=self._beat, kind=CallKind.LIFE)
         self.close = ServiceCall(name="LeaseService/Close", handle=self._close, kind=CallKind.LIFE)
 
-    async def Open(self, request: lease_pb2.OpenRequest, context: Context) -> lease_pb2.OpenResponse:
-        return await self._edge.answer(self.open, request, context)
+    Open, Close = map(_one_answer, ("open", "close"))
 
     async def KeepAlive(
         self, request_iterator: AsyncIterator[lease_pb2.KeepAliveRequest], context: Context
@@ -295,9 +269,6 @@ class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
                 if isinstance(served, OperationError):
                     await end_with(context, served)
                 yield served
-
-    async def Close(self, request: lease_pb2.CloseRequest, context: Context) -> lease_pb2.CloseResponse:
-        return await self._edge.answer(self.close, request, context)
 
     # -- what they do ------------------------------------------------------------------------------------------
 
@@ -343,8 +314,8 @@ class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
         node = self._node
         lease_id = self._dispatcher.live_lease(ask).id
         if request.pause_write_backs_ms:
-            milliseconds = request.pause_write_backs_ms
-            node.run_call(ask.renewed(), lambda core, call: pause_write_backs(core, call, milliseconds))
+            call = ask.renewed()
+            node.run_of(call.model.id, pause_write_backs, node.core, call, request.pause_write_backs_ms)
         ends = ask.who.grace_ends
         return lease_pb2.KeepAliveResponse(
             lease_id=lease_id,

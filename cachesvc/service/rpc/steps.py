@@ -17,12 +17,10 @@ import asyncio
 from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from google.protobuf.message import Message
 from kvcache.v1 import cache_pb2
 
 from cachesvc.flows.allocate import allocate, check_stock, extend, extend_many, refill_stock, swap_in, swap_out
@@ -33,14 +31,12 @@ from cachesvc.flows.match import match, prefetch, require_clock
 from cachesvc.flows.publish import Publishing, is_tight, publish, publish_many
 from cachesvc.flows.recycle import Recycling, ended, recycle, recycle_many, release, release_many
 from cachesvc.ledger.ledger import member_of
-from cachesvc.ledger.tier_copies import Place
 from cachesvc.model.answers import (
     MAX_OPERATIONS,
     NO_POSITIONS,
     Allocated,
     GroupCells,
     Matched,
-    Prefetched,
     Published,
     Recycled,
     Swapped,
@@ -56,16 +52,15 @@ from cachesvc.service.loop.line import AsksAgain, keep_a_moment
 from cachesvc.service.loop.node import end_wait
 from cachesvc.telemetry.tracing import current_span
 from cachesvc.wire.columns import (
+    ANSWER_FIELDS,
     GROW,
-    IN_ORDER,
     ODD,
     OPERATION_NAMES,
     PUBLISH,
     RECYCLE,
     RELEASE,
     Column,
-    StepColumns,
-    pack_answer,
+    Lot,
     plain_number,
     read_columns,
 )
@@ -83,12 +78,28 @@ from cachesvc.wire.convert import (
 from cachesvc.wire.parse import check_fields
 from cachesvc.wire.status import refusal
 
+TURN_BLOCKS = 256
+"""Blocks of straight entries before other calls get their turn: some 0.5 ms."""
 OPERATION_BLOCKS, FEWEST_BLOCKS = 16, 8
-"""Weight of an operation, or of an entry that is not straight, among ``TURN_BLOCKS``, and least weight of entries that
-go together: they take 25 us and 15 us, for any number."""
+"""Cost in blocks of one operation (25 us), and the least cost of entries that go together (15 us), against
+``TURN_BLOCKS``."""
 NONE = "none"
 """Name of an empty operation."""
 NO_COLUMN = cache_pb2.STEP_COLUMN_UNSPECIFIED
+
+_FLOWS: dict[Column, Callable[..., object]] = {
+    GROW: extend_many,
+    PUBLISH: publish_many,
+    RECYCLE: recycle_many,
+    RELEASE: release_many,
+}
+
+
+class EntryRef(NamedTuple):
+    """An entry of a column, or an operation of the step."""
+
+    lot: Lot
+    entry: int
 
 
 class Parked(NamedTuple):
@@ -102,18 +113,24 @@ class Parked(NamedTuple):
 
 class StepRun:
     """One step. ``begin`` answers, or has the dispatcher go on. ``counts``: operations by name and code, added to once
-    at the end."""
+    at the end.
+
+    ``_lots``: its columns, and behind them its operations; those before ``_at`` have been looked at. ``_reach``:
+    entries that are looked at together; fewer while others are not straight, because those behind such a one are
+    looked at for nothing.
+    """
 
     def __init__(self, ask: Ask, request: cache_pb2.StepRequest, counts: dict[tuple[str, str], int]) -> None:
+        assert ask.call is not None, "a Step is a call of a lease"
         self._dispatcher = ask.dispatcher
         self._ask = ask
+        self._call = ask.call
         self._request = request
-        self._operations = request.operations
         self._targets = tuple(request.stock_pages)
         self._response = cache_pb2.StepResponse(request_id=request.request_id)
-        self._columns: ColumnRun | None = None
-        self._device: Place | None = None
-        self._next = 0
+        self._lots: list[Lot] = []
+        self._at = 0
+        self._reach = MAX_OPERATIONS
         self._parked: list[tuple[Parked, deque[EntryRef]]] = []
         self._behind: dict[int, deque[EntryRef]] = {}
         self._is_broken = False
@@ -123,15 +140,13 @@ class StepRun:
 
     def begin(self) -> cache_pb2.StepResponse | asyncio.Future[Any]:
         """Apply what can be applied at once. Raises what refuses the step as a whole, with nothing applied."""
-        call = self._ask.call
-        assert call is not None, "a Step is a call of a lease"
-        self._device = call.replica.place
+        call, request = self._call, self._request
         if self._targets:
             check_stock(self._dispatcher.node.core, call.lease, self._targets)
-        if self._request.HasField("columns"):
-            answer = self._response.columns
-            answer.SetInParent()
-            self._columns = ColumnRun(read_columns(self._request.columns, call.lease.groups), answer)
+        if request.HasField("columns"):
+            self._response.columns.SetInParent()
+            self._lots = read_columns(request.columns, call.lease.groups)
+        self._lots.append(Lot(NO_COLUMN, (request.operations,), None, request.operations.__getitem__))
         return self._dispatcher.node.run(self._begin, call)
 
     def _begin(self, call: Call) -> cache_pb2.StepResponse | asyncio.Future[Any]:
@@ -165,44 +180,57 @@ class StepRun:
     @property
     def _is_through(self) -> bool:
         """True when everything was applied, or waits."""
-        return self._next == len(self._operations) and (self._columns is None or self._columns.column is None)
+        while self._at < len(self._lots) and self._lots[self._at].is_done:
+            self._at += 1
+        return self._at == len(self._lots)
 
     def _take_turn(self, call: Call | None) -> None:
         """Apply what comes next, or put it behind what waits of its sequence. ``call``: as looked up just now."""
         left = TURN_BLOCKS
-        if (columns := self._columns) is not None:
-            while left > 0 and columns.column is not None:
-                left -= self._take_entries(columns, columns.column, left, call)
-        if not self._operations:
-            return
-        last = min(self._next + max(left, 0) // OPERATION_BLOCKS, len(self._operations))
-        while self._next < last:
-            self._next += 1
-            if self._enter(EntryRef(NO_COLUMN, self._next - 1), call):
-                break
+        while left > 0 and not self._is_through:
+            left -= self._take_entries(self._lots[self._at], left, call)
 
-    def _take_entries(self, columns: ColumnRun, column: Column, left: int, call: Call | None) -> int:
-        """Apply the next entries of a column up to the first that is not straight, and that one as an operation.
-        Returns the blocks that they count for."""
-        name, numbers = OPERATION_NAMES[column], columns.numbers[column]
-        first = len(numbers)
-        is_straight = False
+    def _take_entries(self, lot: Lot, left: int, call: Call | None) -> int:
+        """Apply the next entries up to the first that is not straight, and that one as an operation. Returns the
+        blocks that they count for."""
+        if not lot.column:
+            return TURN_BLOCKS if self._enter(_leave(lot), call) else OPERATION_BLOCKS
+        first, weight, is_straight = len(lot.numbers), 1, False
         if not self._is_broken:
             try:
                 call = call or self._ask.renewed()
-                is_straight = columns.go_on(self._dispatcher.node.core, call, left, self._behind)
+                if lot.column == PUBLISH and is_tight(self._dispatcher.node.core, call):
+                    weight = max(1, TURN_BLOCKS // self._dispatcher.node.core.turns.evicted)
+                is_straight = self._carry_straight(lot, call, left // weight)
             except CacheError:
                 is_straight = False  # as an operation it gets the reason
             except Exception as broken:  # noqa: BLE001 - the root of an entry
-                self._count(name, OK, len(numbers) - first)
+                self._count(OPERATION_NAMES[lot.column], OK, len(lot.numbers) - first)
                 self._distrust(broken)
-                self._break(columns.leave(), name)
+                self._break(_leave(lot), OPERATION_NAMES[lot.column])
                 return OPERATION_BLOCKS
-        self._count(name, OK, len(numbers) - first)
-        blocks = columns.blocks(column, first, len(numbers)) * columns.weight
+        self._count(OPERATION_NAMES[lot.column], OK, len(lot.numbers) - first)
+        blocks = lot.blocks(first, len(lot.numbers)) * weight
         if is_straight:
             return max(blocks, FEWEST_BLOCKS)
-        return TURN_BLOCKS if self._enter(columns.leave(), call) else blocks + OPERATION_BLOCKS
+        return TURN_BLOCKS if self._enter(_leave(lot), call) else blocks + OPERATION_BLOCKS
+
+    def _carry_straight(self, lot: Lot, call: Call, left: int) -> bool:
+        """Carry out some next entries of a column, of ``left`` blocks and one at least, as long as they are straight
+        and nothing of their sequences waits. False where one is not: it is the next.
+
+        Raises what has broken the next entry.
+        """
+        first = len(lot.numbers)
+        last = min(len(lot.data[0]), first + self._reach)
+        if lot.blocks(first, last) > left:
+            last = first + max(left, 1)
+            if lot.starts is not None:
+                last = min(last, max(bisect_right(lot.starts, lot.starts[first] + left) - 1, first + 1))
+        _FLOWS[lot.column](self._dispatcher.node.core, call, lot.data, range(first, last), lot.numbers, self._behind)
+        is_straight = len(lot.numbers) == last
+        self._reach = min(2 * self._reach, MAX_OPERATIONS) if is_straight else max(1, len(lot.numbers) - first)
+        return is_straight
 
     def _enter(self, ref: EntryRef, call: Call | None) -> bool:
         """Apply an operation, or have it wait, or put it behind one of its sequence that waits. True where it has taken
@@ -220,9 +248,9 @@ class StepRun:
         return False
 
     def _read(self, ref: EntryRef) -> tuple[str, Any]:
-        if ref.column and self._columns is not None:
-            return OPERATION_NAMES[ref.column], self._columns.columns.operation(ref.column, ref.entry)
-        message = self._operations[ref.entry]
+        message = ref.lot.operation(ref.entry)
+        if ref.lot.column:
+            return OPERATION_NAMES[ref.lot.column], message
         name = message.WhichOneof("operation") or NONE
         return name, None if name == NONE else getattr(message, name)
 
@@ -243,14 +271,16 @@ class StepRun:
             operation = OPERATIONS[name]
             check_fields(inner)
             memory = operation.memory()
-            answer = operation.run(self._dispatcher, call or self._ask.renewed(), inner, memory)
+
+            def run() -> Any:
+                return operation.run(self._dispatcher, self._ask.renewed(), inner, memory)
+
+            answer, again = operation.run(self._dispatcher, call or self._ask.renewed(), inner, memory), run
+            if self._request.no_wait:
+                answer = self._turns_alone(answer, run)
+                again = lambda: self._turns_alone(run(), run)  # noqa: E731
             if isinstance(answer, Wait):
-                run: Callable[[], Any] = partial(self._run_again, operation, inner, memory)
-                if self._request.no_wait:
-                    run = partial(self._without_waiting, run)
-                    answer = self._turns_alone(answer, run)
-                if isinstance(answer, Wait):
-                    return Parked(ref, name, run, answer)
+                return Parked(ref, name, again, answer)
             self._tell(ref, name, answer)
         except CacheError as error:
             self._refuse(ref, name, error)
@@ -258,16 +288,9 @@ class StepRun:
             self._break(ref, name)
         return None
 
-    def _run_again(self, operation: FlowOperation[Any, Any, Any, Any], inner: Any, memory: Any) -> Any:
-        return operation.run(self._dispatcher, self._ask.renewed(), inner, memory)
-
-    def _without_waiting(self, run: Callable[[], Any]) -> Any:
-        """Run an operation that takes several turns, or can do without its transfers. Raises AsksAgain for one that
-        must wait."""
-        return self._turns_alone(run(), run)
-
     def _turns_alone(self, outcome: Any, run: Callable[[], Any]) -> Any:
-        """Have an outcome that waits for no transfers. What these free is kept for it a moment: it is asked again."""
+        """An outcome that waits for no transfers, from an operation that takes several turns or can do without them.
+        Raises AsksAgain for one that must wait: what its transfers free is kept for it a moment."""
         while isinstance(outcome, Wait) and outcome.tickets:
             if outcome.seconds is None:
                 keep_a_moment(outcome.reserved, self._dispatcher.node.now())
@@ -313,11 +336,11 @@ class StepRun:
 
     def _tell(self, ref: EntryRef, name: str, answer: Any) -> None:
         reply = OPERATIONS[name].reply(answer)
-        number = plain_number(ref.column, reply) if ref.column else None
-        if number is None or self._columns is None:
+        number = plain_number(ref.lot.column, reply) if ref.lot.column else None
+        if number is None:
             getattr(self._result(ref), name).CopyFrom(reply)
         else:
-            self._columns.numbers[ref.column][ref.entry] = number
+            ref.lot.numbers[ref.entry] = number
         self._count(name, OK)
 
     def _refuse(self, ref: EntryRef, name: str, error: CacheError) -> None:
@@ -338,8 +361,8 @@ class StepRun:
 
     def _result(self, ref: EntryRef) -> cache_pb2.OperationResult:
         """Result message for an operation. Those before it are made too, and all at once would hold the loop."""
-        if ref.column and self._columns is not None:
-            return self._columns.odd(ref)
+        if ref.lot.column:
+            return self._response.columns.odd.add(column=ref.lot.column, index=ref.entry).result
         results = self._response.results
         while len(results) <= ref.entry:
             results.add()
@@ -354,17 +377,17 @@ class StepRun:
             self._span.event(name, code=code, count=count)
 
     def _end(self, call: Call | None) -> cache_pb2.StepResponse:
-        if self._columns is not None:
-            self._columns.end()
         response = self._response
+        for lot in self._lots:
+            if lot.column and lot.numbers:
+                setattr(response.columns, ANSWER_FIELDS[lot.column], array("I", lot.numbers).tobytes())
         if self._targets and not self._is_broken:
             for cells in self._fill_stock(call):
                 pages, generations = array("i", cells.pages).tobytes(), array("I", cells.generations).tobytes()
                 response.stock.add(group=cells.group, pages=pages, generations=generations)
-        if self._device is not None:
-            free, evictable = room_left(self._device)
-            response.free_pages = array("I", free).tobytes()
-            response.evictable_pages = array("I", evictable).tobytes()
+        free, evictable = room_left(self._call.replica.place)
+        response.free_pages = array("I", free).tobytes()
+        response.evictable_pages = array("I", evictable).tobytes()
         for key, count in self._counts.items():
             self._all_counts[key] = self._all_counts.get(key, 0) + count
         return response
@@ -386,146 +409,48 @@ class StepRun:
             return ()
 
 
-TURN_BLOCKS = 256
-"""Blocks of straight entries before other calls get their turn: some 0.5 ms."""
-
-_FLOWS: dict[Column, Callable[..., object]] = {
-    GROW: extend_many,
-    PUBLISH: publish_many,
-    RECYCLE: recycle_many,
-    RELEASE: release_many,
-}
-
-
-class EntryRef(NamedTuple):
-    """An entry of a column; without a column, an operation of the step."""
-
-    column: Column
-    entry: int
-
-
-class ColumnRun:
-    """Progress of a step's columns, and the answers to their entries. ``end`` writes ``answer``.
-
-    ``column``: the first that has entries left; None where all have been looked at. ``numbers``: for each column the
-    answers so far, ODD where they are still to come or take more than a number. ``weight``: what each block of the last
-    entries counts for in a turn. ``_reach``: entries that are looked at together; fewer while others are not straight,
-    for those behind such a one are looked at for nothing.
-    """
-
-    def __init__(self, columns: StepColumns, answer: cache_pb2.StepColumnsAnswer) -> None:
-        self.columns = columns
-        self.answer = answer
-        self.column: Column | None = None
-        self.weight = 1
-        self.numbers: dict[Column, list[int]] = {GROW: [], PUBLISH: [], RECYCLE: [], RELEASE: []}
-        self._data: tuple[Any, ...] = columns[1:]
-        self._starts = {GROW: columns.growth.starts, PUBLISH: columns.publishes.starts}
-        self._at = 0
-        self._reach = MAX_OPERATIONS
-        self._look_on()
-
-    def go_on(self, core: Core, call: Call, left: int, held: Collection[int]) -> bool:
-        """Carry out some next entries of the column, of ``left`` blocks of a turn and one at least, as long as they are
-        straight and their sequences are not ``held``. False where one is not: it is the next.
-
-        Raises what has broken the next entry.
-        """
-        assert self.column is not None
-        numbers, data = self.numbers[self.column], self._data[self._at]
-        first = len(numbers)
-        last = min(len(data[0]), first + self._reach)
-        self.weight = 1
-        if self.column == PUBLISH and is_tight(core, call):
-            self.weight = max(1, TURN_BLOCKS // core.turns.evicted)
-        if self.blocks(self.column, first, last) * self.weight > left:
-            last = self._cut(self.column, first, left // self.weight)
-        _FLOWS[self.column](core, call, data, range(first, last), numbers, held)
-        is_straight = len(numbers) == last
-        self._reach = min(2 * self._reach, MAX_OPERATIONS) if is_straight else max(1, len(numbers) - first)
-        self._look_on()
-        return is_straight
-
-    def leave(self) -> EntryRef:
-        """Leave the next entry to its operation form; returns the place of its answer."""
-        assert self.column is not None
-        numbers = self.numbers[self.column]
-        numbers.append(ODD)
-        ref = EntryRef(self.column, len(numbers) - 1)
-        self._look_on()
-        return ref
-
-    def odd(self, ref: EntryRef) -> cache_pb2.OperationResult:
-        """Result for an answer that takes more than a number."""
-        return self.answer.odd.add(column=ref.column, index=ref.entry).result
-
-    def blocks(self, column: Column, first: int, last: int) -> int:
-        """Blocks of some entries, one each where they name none."""
-        starts = self._starts.get(column)
-        return last - first if starts is None else max(starts[last] - starts[first], last - first)
-
-    def end(self) -> None:
-        pack_answer(self.numbers, self.answer)
-
-    def _cut(self, column: Column, first: int, left: int) -> int:
-        """End of the range of ``left`` blocks, one entry on at least."""
-        starts = self._starts.get(column)
-        last = first + max(left, 1)
-        if starts is not None:
-            last = min(last, max(bisect_right(starts, starts[first] + left) - 1, first + 1))
-        return last
-
-    def _look_on(self) -> None:
-        """Find the column that has entries left."""
-        for at in range(self._at, len(IN_ORDER)):
-            column = IN_ORDER[at]
-            if len(self.numbers[column]) < len(self._data[at][0]):
-                self._at, self.column = at, column
-                return
-        self._at, self.column = len(IN_ORDER), None
-
-
-Q = TypeVar("Q", bound=Message)
-M = TypeVar("M")
-A = TypeVar("A")
-R = TypeVar("R", bound=Message)
+def _leave(lot: Lot) -> EntryRef:
+    """Leave the next entry to its operation form; returns the place of its answer."""
+    lot.numbers.append(ODD)
+    return EntryRef(lot, len(lot.numbers) - 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class FlowOperation(Operation[Q, R], Generic[Q, M, A, R]):
+class FlowOperation(Operation[Any, Any]):
     """An operation that is one flow under a lease. It is run until it does not wait, and ``reply`` makes its message.
 
-    ``memory`` makes what the flow has to remember from one run to the next. ``quota`` is held right before each run.
-    ``has_order``: a Step keeps the order of its operations on one sequence.
+    ``flow(core, call, message, memory)`` answers or waits. ``memory`` makes what it has to remember from one run to the
+    next. ``quota`` is checked right before each run. ``has_order``: a Step keeps the order of its operations on one
+    sequence.
     """
 
-    flow: Callable[[Core, Call, Q, M], A | Wait]
-    reply: Callable[[A], R]
-    memory: Callable[[], M]
-    quota: Callable[[Quotas, Call, Q], None] | None = None
+    flow: Callable[[Core, Call, Any, Any], Any]
+    reply: Callable[[Any], Any]
+    memory: Callable[[], Any] = lambda: None
+    quota: Callable[[Quotas, Call, Any], None] | None = None
     is_repeatable: bool = True
     is_of_lease: bool = True
     has_order: bool = True
 
-    def carry(self, ask: Ask, message: Q) -> R | asyncio.Future[Any]:
+    def carry(self, ask: Ask, message: Any) -> Any:
         """Run the flow, and have the dispatcher go on with it where it waits."""
         call, memory = ask.call, self.memory()
         assert call is not None, "an operation of a lease"
         answer = self.run(ask.dispatcher, call, message, memory)
         return self._wait_out(ask, message, memory, answer) if isinstance(answer, Wait) else self.reply(answer)
 
-    def run(self, dispatcher: Dispatcher, call: Call, message: Q, memory: M) -> A | Wait:
+    def run(self, dispatcher: Dispatcher, call: Call, message: Any, memory: Any) -> Any:
         """Run the flow once. Raises what refuses the operation."""
         if self.quota is not None and (quotas := dispatcher.admission.quotas) is not None:
             self.quota(quotas, call, message)
         node = dispatcher.node
         return node.run_of(call.model.id, self.flow, node.core, call, message, memory)
 
-    def _wait_out(self, ask: Ask, message: Q, memory: M, wait: Wait) -> asyncio.Future[Any]:
+    def _wait_out(self, ask: Ask, message: Any, memory: Any, wait: Wait) -> asyncio.Future[Any]:
         dispatcher = ask.dispatcher
         ask.goes_on = wait.goes_on
 
-        def run() -> A | Wait:
+        def run() -> Any:
             dispatcher.free_bytes(ask)  # for this run: what it opens counts by itself
             again = self.run(dispatcher, ask.renewed(), message, memory)
             if isinstance(again, Wait):
@@ -533,7 +458,7 @@ class FlowOperation(Operation[Q, R], Generic[Q, M, A, R]):
             ask.goes_on = isinstance(again, Wait) and again.goes_on
             return again
 
-        async def wait_out(place: Slot) -> R:
+        async def wait_out(place: Slot) -> Any:
             node, until = dispatcher.node, dispatcher.until(ask)
             return self.reply(await node.wait_out(run, wait, until, ask.holder.process, ask.method, place.wait))
 
@@ -545,10 +470,6 @@ class FlowOperation(Operation[Q, R], Generic[Q, M, A, R]):
             raise
         later.add_done_callback(lambda _: end_wait(wait))  # where it was given up before its first turn
         return later
-
-
-def _nothing() -> None:
-    """Memory of a flow that needs none."""
 
 
 def _match(core: Core, call: Call, m: cache_pb2.MatchRequest, sharing: Sharing) -> Matched | Wait:
@@ -588,72 +509,45 @@ def _release(core: Core, call: Call, m: cache_pb2.ReleaseRequest, _: None) -> in
     return release(core, call, m.sequence_id, ended(call, tokens, m.ended_ms / 1000, clock))
 
 
-def _prefetch(core: Core, call: Call, m: cache_pb2.PrefetchRequest, sharing: Sharing) -> Prefetched | Wait:
-    return prefetch(core, call, m.keys, sharing)
-
-
-def _extend(core: Core, call: Call, m: cache_pb2.ExtendRequest, _: None) -> int | Wait:
-    return extend(core, call, m.sequence_id, cells_from_proto(m.pages))
-
-
-MATCH_FLOW: FlowOperation[cache_pb2.MatchRequest, Sharing, Matched, cache_pb2.MatchResponse] = FlowOperation(
-    name="CacheService/Match",
-    flow=_match,
-    memory=Sharing,
-    reply=matched_to_proto,
-    quota=lambda quotas, call, _: quotas.require_sequence(call),
-)
-ALLOCATE_FLOW: FlowOperation[cache_pb2.AllocateRequest, None, Allocated, cache_pb2.AllocateResponse] = FlowOperation(
-    name="CacheService/Allocate",
-    flow=_allocate,
-    memory=_nothing,
-    reply=allocated_to_proto,
-    quota=lambda quotas, call, m: quotas.require_blocks(call, m.sequence_id, m.blocks),
-)
-PUBLISH_FLOW: FlowOperation[cache_pb2.PublishRequest, Publishing, Published, cache_pb2.PublishResponse] = FlowOperation(
-    name="CacheService/Publish", flow=_publish, memory=Publishing, reply=published_to_proto
-)
-SWAP_FLOW: FlowOperation[cache_pb2.SwapRequest, None, Swapped, cache_pb2.SwapResponse] = FlowOperation(
-    name="CacheService/Swap",
-    flow=_swap,
-    memory=_nothing,
-    reply=swapped_to_proto,
-    quota=lambda quotas, call, m: quotas.require_swapped(call, m.sequence_id),
-)
-RECYCLE_FLOW: FlowOperation[cache_pb2.RecycleRequest, Recycling, Recycled, cache_pb2.RecycleResponse] = FlowOperation(
-    name="CacheService/Recycle", flow=_recycle, memory=Recycling, reply=recycled_to_proto
-)
-RELEASE_FLOW: FlowOperation[cache_pb2.ReleaseRequest, None, int, cache_pb2.ReleaseResponse] = FlowOperation(
-    name="CacheService/Release",
-    flow=_release,
-    memory=_nothing,
-    reply=lambda freed: cache_pb2.ReleaseResponse(freed_pages=freed),
-    kind=CallKind.LIFE,
-)
-PREFETCH_FLOW: FlowOperation[cache_pb2.PrefetchRequest, Sharing, Prefetched, cache_pb2.PrefetchResponse] = (
-    FlowOperation(
+OPERATIONS: dict[str, FlowOperation] = {
+    "match": FlowOperation(
+        name="CacheService/Match",
+        flow=_match,
+        memory=Sharing,
+        reply=matched_to_proto,
+        quota=lambda quotas, call, _: quotas.require_sequence(call),
+    ),
+    "allocate": FlowOperation(
+        name="CacheService/Allocate",
+        flow=_allocate,
+        reply=allocated_to_proto,
+        quota=lambda quotas, call, m: quotas.require_blocks(call, m.sequence_id, m.blocks),
+    ),
+    "publish": FlowOperation(name="CacheService/Publish", flow=_publish, memory=Publishing, reply=published_to_proto),
+    "swap": FlowOperation(
+        name="CacheService/Swap",
+        flow=_swap,
+        reply=swapped_to_proto,
+        quota=lambda quotas, call, m: quotas.require_swapped(call, m.sequence_id),
+    ),
+    "recycle": FlowOperation(name="CacheService/Recycle", flow=_recycle, memory=Recycling, reply=recycled_to_proto),
+    "release": FlowOperation(
+        name="CacheService/Release",
+        flow=_release,
+        reply=lambda freed: cache_pb2.ReleaseResponse(freed_pages=freed),
+        kind=CallKind.LIFE,
+    ),
+    "prefetch": FlowOperation(
         name="CacheService/Prefetch",
-        flow=_prefetch,
+        flow=lambda core, call, m, sharing: prefetch(core, call, m.keys, sharing),
         memory=lambda: Sharing(Urgency.BACKGROUND),
         reply=prefetched_to_proto,
         has_order=False,
-    )
-)
-EXTEND: FlowOperation[cache_pb2.ExtendRequest, None, int, cache_pb2.ExtendResponse] = FlowOperation(
-    name="CacheService/Extend",  # within a Step alone
-    flow=_extend,
-    memory=_nothing,
-    reply=lambda blocks: cache_pb2.ExtendResponse(blocks=blocks),
-)
-
-OPERATIONS: dict[str, FlowOperation[Any, Any, Any, Any]] = {
-    "match": MATCH_FLOW,
-    "allocate": ALLOCATE_FLOW,
-    "publish": PUBLISH_FLOW,
-    "swap": SWAP_FLOW,
-    "recycle": RECYCLE_FLOW,
-    "release": RELEASE_FLOW,
-    "prefetch": PREFETCH_FLOW,
-    "extend": EXTEND,
+    ),
+    "extend": FlowOperation(
+        name="CacheService/Extend",  # within a Step alone
+        flow=lambda core, call, m, _: extend(core, call, m.sequence_id, cells_from_proto(m.pages)),
+        reply=lambda blocks: cache_pb2.ExtendResponse(blocks=blocks),
+    ),
 }
 """Operations by their names in StepOperation and OperationResult."""

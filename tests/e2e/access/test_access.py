@@ -13,7 +13,15 @@ from typing import Any
 
 import grpc
 import pytest
-from cachesvc_client import CacheClient, Credentials, EventSubscriber, PermissionDenied, Unauthenticated, open_remote
+from cachesvc_client import (
+    CacheClient,
+    Credentials,
+    EventSubscriber,
+    NotFound,
+    PermissionDenied,
+    Unauthenticated,
+    open_remote,
+)
 from cachesvc_client.core.errors import error_of
 from cachesvc_client.events import Part
 from cachesvc_ctl.core.daemon_process import DaemonProcess
@@ -309,6 +317,10 @@ def test_a_client_certificate_says_who_calls_and_a_new_certificate_is_served_wit
             with operator(address, root_ca=root, certificate=mine, key=my_key) as before:
                 assert ask_status(before) == "client"
                 assert isinstance(refusal(lambda: before.Drain(admin_pb2.DrainRequest())), PermissionDenied)
+                with open_remote(address, Credentials(root_ca=root, certificate=mine, key=my_key)) as channel:
+                    follow = event_pb2_grpc.EventServiceStub(channel).Subscribe
+                    unknown = refusal(lambda: next(follow(event_pb2.SubscribeRequest(model_id=7))))
+                    assert isinstance(unknown, NotFound), unknown
                 assert serial_of(address, folder) == "serial=11"
                 with operator(address, root_ca=root, certificate=strange, key=strange_key) as admin:
                     assert isinstance(refusal(lambda: ask_status(admin)), Unauthenticated), "signed, but not named"

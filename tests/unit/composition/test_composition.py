@@ -18,7 +18,7 @@ import pytest
 from cachesvc_lab.replay import MOVED, Tally
 
 from cachesvc.config import Config, load_config
-from cachesvc.daemon import Step, build, run, started
+from cachesvc.daemon import Daemon, Step, started
 from cachesvc.flows.allocate import allocate
 from cachesvc.flows.leases import open_lease, process_arrived, process_gone
 from cachesvc.flows.match import match
@@ -73,7 +73,7 @@ def files_in(folder: Path) -> list[str]:
 
 def test_making_a_daemon_starts_nothing(folder: Path) -> None:
     before = held()
-    build(config_in(folder))
+    Daemon(config_in(folder))
     assert held() == before
     assert files_in(folder) == []
 
@@ -82,8 +82,8 @@ def test_a_daemon_that_was_stopped_has_left_nothing_and_another_can_follow(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def live() -> list[str]:
-        parts = build(config_in(folder))
-        running = asyncio.create_task(run(parts))
+        parts = Daemon(config_in(folder))
+        running = asyncio.create_task(parts.run())
         parts.stopping.set()  # ends it once it has come up
         await running
         return files_in(folder)
@@ -109,7 +109,7 @@ def test_a_start_that_fails_late_leaves_nothing(folder: Path, setting: str) -> N
         config = config_in(folder, **{setting: f"127.0.0.1:{taken.getsockname()[1]}"})
         threads, _ = held()
         with pytest.raises(CacheError):
-            asyncio.run(run(build(config)))
+            asyncio.run(Daemon(config).run())
     assert files_in(folder) == []
     left = {thread.name for thread in set(threading.enumerate()) - threads}
     assert not {name for name in left if not name.startswith("asyncio") and "_poll_wrapper" not in name}, "but gRPC's"

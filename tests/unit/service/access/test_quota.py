@@ -32,12 +32,12 @@ def test_what_is_larger_than_a_bucket_goes_through_a_full_one_and_leaves_a_debt(
 
 def test_a_meter_says_when_to_come_again() -> None:
     meter = Meter("a", Quota(calls_per_second=1, operations_per_second=4))
-    meter.admit(1.0)
+    meter.admit("calls_per_second", 1, 1.0)
     with pytest.raises(QuotaExceeded, match=r"calls_per_second of tenant 'a': asked more often.*try again in 0\.500 s"):
-        meter.admit(1.5)
-    meter.admit_operations(4, 1.0)
+        meter.admit("calls_per_second", 1, 1.5)
+    meter.admit("operations_per_second", 4, 1.0)
     with pytest.raises(QuotaExceeded, match="operations_per_second") as refused:
-        meter.admit_operations(4, 1.25)
+        meter.admit("operations_per_second", 4, 1.25)
     assert (refused.value.limit, refused.value.got, meter.refused) == (4, None, 2)
 
 

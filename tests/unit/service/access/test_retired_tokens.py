@@ -14,7 +14,7 @@ import pytest
 from cachesvc.config import Config
 from cachesvc.model.errors import InvalidRequest, Unauthenticated
 from cachesvc.service.access import tokens
-from cachesvc.service.access.auth import Caller, allow, scopes_of
+from cachesvc.service.access.auth import Caller, allow
 from cachesvc.service.access.tokens import Keyring, read_keys
 
 OLD, NEW, READER = "old token of enough letters", "new token of enough letters", "reader's token, long enough"
@@ -57,7 +57,7 @@ class Rotated:
 
     def calls(self, token: str, method: str = BEAT) -> Caller:
         """The caller that shows a token, let through to a method. Raises as the guard does."""
-        return allow(self.ring.find(token, b"", ()), scopes_of(method), method)
+        return allow(self.ring.find(token, b"", ()), method)
 
 
 @pytest.fixture

@@ -231,10 +231,10 @@ async def test_silence_counts_only_while_the_daemon_listens() -> None:
     async with Desk() as desk:
         lease = desk.rig.core.ledger.leases[desk.lease()]
         lease.last_heard = desk.node.now() - 4000.0
-        desk.node.sweeper.excuse(3999.0, 1.0)
+        desk.node.excuse(3999.0, 1.0)
         assert desk.node.now() - lease.last_heard < 60.0, "the daemon was stopped for nearly all of it"
-        desk.node.sweeper.excuse(0.5, 1.0)
-        desk.node.sweeper.excuse(10_000.0, 1.0)
+        desk.node.excuse(0.5, 1.0)
+        desk.node.excuse(10_000.0, 1.0)
         assert lease.last_heard <= desk.node.now()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -114,7 +114,7 @@ class Desk:
 
 
 @asynccontextmanager
-async def desk_of(devices: int) -> AsyncIterator[Desk]:
+async def desk_of(devices: int = 1) -> AsyncIterator[Desk]:
     desk = Desk(devices)
     desk.start()
     try:
@@ -123,18 +123,9 @@ async def desk_of(devices: int) -> AsyncIterator[Desk]:
         await desk.close()
 
 
-def run(test: Callable[[Desk], object], devices: int = 1) -> None:
-    async def main() -> None:
-        async with desk_of(devices) as desk:
-            await test(desk)  # type: ignore[misc]
-
-    asyncio.run(main())
-
-
-def test_the_loop_is_free_while_memory_is_made_and_the_same_model_is_made_once() -> None:
+async def test_the_loop_is_free_while_memory_is_made_and_the_same_model_is_made_once() -> None:
     """Found by reading: allocating, zeroing and freeing device memory held up every engine's calls."""
-
-    async def test(desk: Desk) -> None:
+    async with desk_of() as desk:
         first = desk.register("m")
         await desk.begun()
         assert desk.names == [], "the loop runs, and no lease opens on what is not there yet"
@@ -146,11 +137,9 @@ def test_the_loop_is_free_while_memory_is_made_and_the_same_model_is_made_once()
         assert (await desk.register("m")).existed
         assert desk.free[0] == 0
 
-    run(test)
 
-
-def test_a_model_that_is_there_is_found_while_memory_is_made_for_another() -> None:
-    async def test(desk: Desk) -> None:
+async def test_a_model_that_is_there_is_found_while_memory_is_made_for_another() -> None:
+    async with desk_of() as desk:
         desk.permit()
         half = (32, 32)
         await desk.register("there", half)
@@ -166,11 +155,9 @@ def test_a_model_that_is_there_is_found_while_memory_is_made_for_another() -> No
         await waiting
         assert desk.names == ["there", "other"]
 
-    run(test)
 
-
-def test_two_that_come_at_once_never_get_more_than_there_is() -> None:
-    async def test(desk: Desk) -> None:
+async def test_two_that_come_at_once_never_get_more_than_there_is() -> None:
+    async with desk_of() as desk:
         tasks = [desk.register(f"m{i}") for i in range(4)]
         desk.permit(8)
         made = await asyncio.gather(*tasks)
@@ -181,12 +168,10 @@ def test_two_that_come_at_once_never_get_more_than_there_is() -> None:
             await desk.register("too large", (96, 96))
         assert desk.names == ["m3"]
 
-    run(test)
-
 
 @pytest.mark.parametrize("error", [Unavailable("no memory"), ZeroDivisionError("a defect")])
-def test_what_cannot_be_made_leaves_nothing_and_the_next_one_has_its_turn(error: Exception) -> None:
-    async def test(desk: Desk) -> None:
+async def test_what_cannot_be_made_leaves_nothing_and_the_next_one_has_its_turn(error: Exception) -> None:
+    async with desk_of() as desk:
         free = desk.free
         desk.backend.breaks = error
         broken, next_one = desk.register("m"), desk.register("n")
@@ -201,11 +186,9 @@ def test_what_cannot_be_made_leaves_nothing_and_the_next_one_has_its_turn(error:
         await next_one
         assert desk.names == ["n"]
 
-    run(test)
 
-
-def test_each_process_has_its_turn_before_any_has_two() -> None:
-    async def test(desk: Desk) -> None:
+async def test_each_process_has_its_turn_before_any_has_two() -> None:
+    async with desk_of() as desk:
         ended: list[str] = []
 
         def register(name: str, caller: str) -> asyncio.Task[Registered]:
@@ -223,11 +206,9 @@ def test_each_process_has_its_turn_before_any_has_two() -> None:
         await asyncio.gather(first, *many, *few, return_exceptions=True)
         assert ended == ["a2", "a0", "a1", "b0", "c0", "a3", "a4"]
 
-    run(test)
 
-
-def test_a_process_that_gives_a_call_up_and_tries_again_keeps_its_turn() -> None:
-    async def test(desk: Desk) -> None:
+async def test_a_process_that_gives_a_call_up_and_tries_again_keeps_its_turn() -> None:
+    async with desk_of() as desk:
         ended: list[str] = []
         first = desk.register("a0", caller="a")
         await desk.begun()
@@ -242,11 +223,9 @@ def test_a_process_that_gives_a_call_up_and_tries_again_keeps_its_turn() -> None
         await asyncio.gather(first, *waiting, return_exceptions=True)
         assert ended == ["b0", "b1", "c0"]
 
-    run(test)
 
-
-def test_a_caller_that_goes_away_is_served_to_the_end_or_not_at_all() -> None:
-    async def test(desk: Desk) -> None:
+async def test_a_caller_that_goes_away_is_served_to_the_end_or_not_at_all() -> None:
+    async with desk_of() as desk:
         begun, waiting = desk.register("begun"), desk.register("waiting")
         await desk.begun()
         for task in (begun, waiting):
@@ -257,11 +236,9 @@ def test_a_caller_that_goes_away_is_served_to_the_end_or_not_at_all() -> None:
         assert (await desk.register("begun")).existed
         assert desk.names == ["begun"]
 
-    run(test)
 
-
-def test_closing_waits_for_what_has_begun_and_refuses_what_has_not() -> None:
-    async def test(desk: Desk) -> None:
+async def test_closing_waits_for_what_has_begun_and_refuses_what_has_not() -> None:
+    async with desk_of() as desk:
         begun, waiting = desk.register("begun"), desk.register("waiting")
         await desk.begun()
         closing = asyncio.get_running_loop().create_task(desk.registrar.close())
@@ -274,13 +251,10 @@ def test_closing_waits_for_what_has_begun_and_refuses_what_has_not() -> None:
             await waiting
         assert desk.names == ["begun"]
 
-    run(test)
 
-
-def test_pools_of_a_device_that_loses_its_memory_while_they_are_made_serve_nobody() -> None:
+async def test_pools_of_a_device_that_loses_its_memory_while_they_are_made_serve_nobody() -> None:
     """Some of their slabs were made before: they would be another process's memory, which is no more."""
-
-    async def test(desk: Desk) -> None:
+    async with desk_of() as desk:
         first = desk.register("model")
         await desk.begun()
         desk.permit(1)
@@ -299,13 +273,10 @@ def test_pools_of_a_device_that_loses_its_memory_while_they_are_made_serve_nobod
         assert desk.vault.has_replica(model.id, 1)
         assert desk.free[0] == 0, "the lost pools have made room"
 
-    run(test)
 
-
-def test_a_device_that_is_being_waited_for_keeps_no_other_one_waiting() -> None:
+async def test_a_device_that_is_being_waited_for_keeps_no_other_one_waiting() -> None:
     """The models are each one's own, and one of them is both's: it comes with its first replica."""
-
-    async def test(desk: Desk) -> None:
+    async with desk_of(2) as desk:
         slow = desk.register("shared")
         await desk.begun()
         behind = desk.register("behind")
@@ -323,13 +294,10 @@ def test_a_device_that_is_being_waited_for_keeps_no_other_one_waiting() -> None:
         assert [replica.place.number - 1 for replica in first.model.replicas] == [1, 0]
         behind.cancel()
 
-    run(test, 2)
 
-
-def test_memory_that_is_being_made_counts_for_those_that_plan_beside_it() -> None:
+async def test_memory_that_is_being_made_counts_for_those_that_plan_beside_it() -> None:
     """Neither the host's pages nor the tenant's are given twice, and a model with a replica on its way is not idle."""
-
-    async def test(desk: Desk) -> None:
+    async with desk_of(2) as desk:
         made = await desk.register("old", device="shm-1", pages=(16, 16))
         made.model.expected = 0
         slow = desk.register("old")
@@ -343,11 +311,9 @@ def test_memory_that_is_being_made_counts_for_those_that_plan_beside_it() -> Non
         assert (await slow).model is made.model
         assert desk.names == ["old"]
 
-    run(test, 2)
 
-
-def test_a_model_of_which_one_replica_cannot_be_made_stays_with_the_other_one() -> None:
-    async def test(desk: Desk) -> None:
+async def test_a_model_of_which_one_replica_cannot_be_made_stays_with_the_other_one() -> None:
+    async with desk_of(2) as desk:
         free = desk.free[1]
         slow = desk.register("m")
         await desk.begun()
@@ -363,11 +329,9 @@ def test_a_model_of_which_one_replica_cannot_be_made_stays_with_the_other_one() 
         again = await desk.register("m")
         assert (again.model, again.replica.id) == (other.model, 2), "a number is never given twice"
 
-    run(test, 2)
 
-
-def test_a_model_whose_only_replica_cannot_be_made_leaves_no_host_memory_taken() -> None:
-    async def test(desk: Desk) -> None:
+async def test_a_model_whose_only_replica_cannot_be_made_leaves_no_host_memory_taken() -> None:
+    async with desk_of() as desk:
         free = desk.free
         desk.backend.breaks = Unavailable("no memory")
         desk.permit(1)
@@ -375,11 +339,9 @@ def test_a_model_whose_only_replica_cannot_be_made_leaves_no_host_memory_taken()
             await desk.register("m")
         assert (desk.names, desk.free, desk.core.ledger.coming) == ([], free, {})
 
-    run(test)
 
-
-def test_no_idle_model_leaves_for_a_device_that_does_not_answer() -> None:
-    async def test(desk: Desk) -> None:
+async def test_no_idle_model_leaves_for_a_device_that_does_not_answer() -> None:
+    async with desk_of() as desk:
         desk.permit()
         (await desk.register("idle")).model.expected = 0
         desk.backend.silent.add("shm-0")
@@ -387,11 +349,9 @@ def test_no_idle_model_leaves_for_a_device_that_does_not_answer() -> None:
             await desk.register("new")
         assert desk.names == ["idle"]
 
-    run(test)
 
-
-def test_one_that_wants_two_devices_is_passed_by_none_that_wants_one_of_them() -> None:
-    async def test(desk: Desk) -> None:
+async def test_one_that_wants_two_devices_is_passed_by_none_that_wants_one_of_them() -> None:
+    async with desk_of(2) as desk:
         ended: list[str] = []
 
         def register(request: RegisterRequest) -> asyncio.Task[Registered]:
@@ -410,5 +370,3 @@ def test_one_that_wants_two_devices_is_passed_by_none_that_wants_one_of_them() -
         desk.permit(3)
         await asyncio.gather(first, *tasks)
         assert ended == ["both", "late"]
-
-    run(test, 2)

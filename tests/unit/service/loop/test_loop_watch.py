@@ -104,7 +104,7 @@ async def test_frames_of_a_lane_and_slices_of_questions_count() -> None:
         assert await TimeSlices(desk.node.loop_watch).answer(question()) == 7
         await turns(2)
         assert desk.node.loop_watch.long_rounds >= 1
-        line = desk.node.loop_watch.line()
+        line = desk.node.loop_watch.status()
         assert line.longest_flow == "question"
         assert line.longest_flow_ms >= LONG * 1e3
 

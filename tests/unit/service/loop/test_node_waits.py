@@ -13,8 +13,7 @@ from cachesvc.flows.core import Limits, resolve
 from cachesvc.model.answers import Matched, Wait
 from cachesvc.model.errors import DeadlineExceeded, Unavailable
 from cachesvc.service.loop.node import Node
-from cachesvc.service.rpc.steps import MATCH_FLOW as MATCH
-from cachesvc.service.rpc.steps import PREFETCH_FLOW as PREFETCH
+from cachesvc.service.rpc.steps import OPERATIONS
 from tests.unit.rigs.ledger_rig import Rig, chain
 from tests.unit.rigs.peers_rig import shared
 
@@ -43,8 +42,8 @@ async def see_out(node: Node, flow: Callable[[], Any], seconds: float = 600.0) -
 
 def match_flow(rig: Rig, lease: str) -> Callable[[], Any]:
     message = cache_pb2.MatchRequest(lease_id=lease, sequence_id=1, keys=chain(*"abcd"))
-    sharing = MATCH.memory()
-    return lambda: MATCH.flow(rig.core, resolve(rig.core.ledger, lease, 0.0), message, sharing)
+    sharing = OPERATIONS["match"].memory()
+    return lambda: OPERATIONS["match"].flow(rig.core, resolve(rig.core.ledger, lease, 0.0), message, sharing)
 
 
 def test_a_match_comes_back_with_what_a_peer_brought() -> None:
@@ -82,7 +81,9 @@ def test_a_flow_that_cannot_do_without_is_told_the_deadline() -> None:
 def test_a_prefetch_answers_with_the_load_that_it_began() -> None:
     rig, _, b = shared("abcd")
     message = cache_pb2.PrefetchRequest(lease_id=b, keys=chain(*"abcd"))
-    answer = PREFETCH.flow(rig.core, resolve(rig.core.ledger, b, 0.0), message, PREFETCH.memory())
+    answer = OPERATIONS["prefetch"].flow(
+        rig.core, resolve(rig.core.ledger, b, 0.0), message, OPERATIONS["prefetch"].memory()
+    )
     assert not isinstance(answer, Wait)
     assert (answer.device_blocks, [ticket.blocks for ticket in answer.tickets]) == (4, [4])
 
