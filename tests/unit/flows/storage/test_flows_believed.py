@@ -12,7 +12,6 @@ from cachesvc.ledger.change_log import Cause, Kind
 from cachesvc.model.words import KEY_BYTES, WritePolicy
 from cachesvc.questions.explanation import Feed, explain
 from cachesvc.questions.view import EVERYTHING, View, answer_at_once
-from cachesvc.service.rpc.event_service import to_message
 from tests.unit.rigs.ledger_rig import one_group, rig_of, serve
 from tests.unit.rigs.storage_flows_rig import GONE, LENT, WHOLE, StorageRig, keys_of, packed, storing, waits
 
@@ -40,7 +39,7 @@ def told(feed: Feed, tier: str = "storage") -> list[tuple[bool, str, list[bytes]
     """Events of storage: presence, reason, blocks."""
     changes = feed.next()
     out: list[tuple[bool, str, list[bytes]]] = []
-    for run in [] if changes is None else to_message(1, 1, changes).runs:
+    for run in [] if changes is None else changes.runs:
         if run.tier == tier:
             keys = [run.keys[at : at + KEY_BYTES] for at in range(0, len(run.keys), KEY_BYTES)]
             if out and out[-1][:2] == (run.present, run.reason):
