@@ -11,7 +11,6 @@ before.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import multiprocessing as mp
@@ -35,8 +34,7 @@ from cachesvc_ctl.core.daemon_process import DaemonProcess
 
 from benchmarks.chaos.attackers import ENGINES, KEY_BYTES, LAYOUT, READERS, Attacker
 from benchmarks.chaos.proc import MIB, bytes_beside_pools
-from benchmarks.support.machine import describe_machine
-from benchmarks.support.recording import write_result
+from benchmarks.support.recording import parser_of, save
 
 FILES = 1024
 EVERY_SECONDS = 0.01
@@ -64,17 +62,14 @@ calls_in_flight = 16
 
 def main() -> None:
     """Print what was found, and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--alone-seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", metavar="OUT")
     arguments = parser.parse_args()
     found = measure(arguments.minutes * 60, arguments.alone_seconds, arguments.seed)
-    result = {"benchmark": "hostile", "machine": describe_machine(), **found}
     print(table(found))
-    if arguments.json:
-        write_result(arguments.json, result)
+    save(arguments, {"benchmark": "hostile", **found})
     sys.exit(0 if is_sound(found) else 1)
 
 

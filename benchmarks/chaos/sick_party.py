@@ -10,7 +10,6 @@ registers a new model; beside a sick peer it takes prompts from a sound one. ``N
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing as mp
 import os
 import resource
@@ -34,9 +33,8 @@ from cachesvc_client.lease import Lease
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 
 from benchmarks.support.daemon_log import told
-from benchmarks.support.machine import describe_machine
 from benchmarks.support.movers import movers_of
-from benchmarks.support.recording import write_result
+from benchmarks.support.recording import parser_of, save
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 
 LAYOUT = Layout(4, 1, (PlaneGroup("full"),), (Plane("k", 0, "full", (4096,), "uint8"),))
@@ -320,8 +318,7 @@ def row(party: str, how: str, seen: Seen) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print, and write JSON where asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="OUT")
+    parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--only", nargs="+", default=[], metavar="PARTY:SICK")
     said = parser.parse_args()
@@ -337,10 +334,7 @@ def main() -> None:
             "{known_blocks} blocks, refused {refused} {why}".format(**rows[-1]),
             flush=True,
         )
-    if said.json:
-        load = [round(each, 1) for each in os.getloadavg()]
-        facts = {"benchmark": "sick_party", "machine": describe_machine(), "load": load, "seconds": said.seconds}
-        write_result(said.json, {**facts, "rows": rows, "not_run": NOT_RUN})
+    save(said, {"benchmark": "sick_party", "seconds": said.seconds, "rows": rows, "not_run": NOT_RUN})
 
 
 WAYS = ("well", "hung", "refusing", "slow", "lying", "dead")

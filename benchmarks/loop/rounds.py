@@ -12,7 +12,6 @@ held it longest. ``step_p99_ms``: the engine's, by the clock; ``alone_p99_ms``: 
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing as mp
 import sys
 import tempfile
@@ -29,8 +28,7 @@ from cachesvc_ctl.core.daemon_process import DaemonProcess
 
 from benchmarks.chaos.hostile import EVERY_SECONDS, SEQUENCES, step, summary
 from benchmarks.loop.cases import CASES, LAYOUT, Case, Site
-from benchmarks.support.machine import describe_machine
-from benchmarks.support.recording import write_result
+from benchmarks.support.recording import parser_of, save
 
 MOST_ROUND_MS, MOST_STEP_RATIO, MOST_ALLOCATE_MS = 2.0, 1.5, 50.0
 """Goals."""
@@ -40,15 +38,12 @@ ALONE_SECONDS = 4.0
 
 def main() -> None:
     """Print a table and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="OUT")
+    parser = parser_of(__doc__)
     parser.add_argument("--cases", nargs="+", default=[case.name for case in CASES])
     arguments = parser.parse_args()
     print(f"{'case':26}{'round ms':>10}{'flow ms':>10}  {'flow':30}{'p99 ms':>8}{'alone':>8}{'ratio':>7}")
     found = {case.name: measure(case) for case in CASES if case.name in arguments.cases}
-    result = {"benchmark": "loop.rounds", "machine": describe_machine(), "cases": found}
-    if arguments.json:
-        write_result(arguments.json, result)
+    save(arguments, {"benchmark": "loop.rounds", "cases": found})
 
 
 def measure(case: Case) -> dict[str, Any]:

@@ -14,7 +14,6 @@ A bystander is a process of its own that makes empty calls (health checks) all t
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import multiprocessing as mp
 import subprocess
@@ -42,8 +41,7 @@ from cachesvc_client.aio import AsyncCacheClient, AsyncSequence
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 
 from benchmarks.rpc.bystander import Bystander, Figures, summary, timed
-from benchmarks.support.machine import describe_machine
-from benchmarks.support.recording import write_result
+from benchmarks.support.recording import parser_of, save
 from cachesvc.config import MOVERS
 
 BLOCK_TOKENS = 16
@@ -61,21 +59,19 @@ CLIENTS = 12
 
 def main() -> None:
     """Print what each case found, and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; all without one")
-    parser.add_argument("--json", metavar="OUT")
     parser.add_argument("--backend", choices=("shm", "cuda"), default="shm", help="of the daemons (default shm)")
     arguments = parser.parse_args()
     COMMON[1] = arguments.backend
     unknown = set(arguments.cases) - set(CASES)
     if unknown:
         parser.error(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
-    result: Figures = {"benchmark": "bystanders", "machine": describe_machine()}
+    result: Figures = {"benchmark": "bystanders"}
     for name in arguments.cases or CASES:
         result[name] = CASES[name]()
         print(f"{name:8} " + ", ".join(f"{key} {value}" for key, value in result[name].items()), flush=True)
-    if arguments.json:
-        write_result(arguments.json, result)
+    save(arguments, result)
 
 
 def waits() -> Figures:

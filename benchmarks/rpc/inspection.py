@@ -8,7 +8,6 @@ are the Step's p50 and p99, each question's time, and the daemon's own figure of
 
 from __future__ import annotations
 
-import argparse
 import gc
 import multiprocessing as mp
 import tempfile
@@ -25,8 +24,7 @@ from cachesvc_ctl.core.daemon_process import DaemonProcess
 from kvcache.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2
 
 from benchmarks.rpc.round_trips import step_times, summary
-from benchmarks.support.machine import describe_machine
-from benchmarks.support.recording import write_result
+from benchmarks.support.recording import parser_of, save
 
 CHAIN_BLOCKS = 2048
 SHARED_BLOCKS = 64
@@ -52,8 +50,7 @@ QUESTIONS: dict[str, Ask] = {
 
 def main() -> None:
     """Print a line a question and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", metavar="OUT")
+    parser = parser_of(__doc__)
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=400, help="Steps a figure")
     arguments = parser.parse_args()
@@ -62,9 +59,7 @@ def main() -> None:
         daemon = DaemonProcess(["--backend", "shm", "--device-pool", str(pool), "--host-pool", "0"], folder=folder)
         with daemon:
             result = measure(daemon.socket, arguments.blocks, arguments.rounds)
-    result["machine"] = describe_machine()
-    if arguments.json:
-        write_result(arguments.json, result)
+    save(arguments, result)
 
 
 def measure(socket: str, blocks: int, rounds: int) -> dict[str, object]:

@@ -11,7 +11,6 @@ process keeps the copy streams busy (``--quiet``: with idle streams too), with 1
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import multiprocessing as mp
@@ -44,8 +43,7 @@ from cachesvc_client.wire.transports import BlockingLane
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks.support.machine import describe_machine
-from benchmarks.support.recording import write_result
+from benchmarks.support.recording import parser_of, save
 
 WAYS = {"lane": Transport.AUTO, "grpc": Transport.GRPC}
 BLOCK_TOKENS = 64
@@ -79,15 +77,14 @@ Figures = dict[str, float]
 
 def main() -> None:
     """Print the tables and write JSON."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.rpc", description=__doc__)
-    parser.add_argument("--json", metavar="OUT")
+    parser = parser_of(__doc__, "python -m benchmarks.rpc")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=200, help="calls of each kind and client")
     parser.add_argument("--quiet", action="store_true", help="also measure without swaps")
     parser.add_argument("--daemon", default="", help="further flags of the daemon")
     arguments = parser.parse_args()
     ways: dict[str, dict[str, object]] = {way: {} for way in WAYS}
-    result: dict[str, object] = {"machine": describe_machine(), "block_tokens": BLOCK_TOKENS, **ways}
+    result: dict[str, object] = {"block_tokens": BLOCK_TOKENS, **ways}
     if arguments.daemon:
         result["daemon"] = arguments.daemon
     longest: dict[str, float] = {}
@@ -122,8 +119,7 @@ def main() -> None:
     print("for scale, p50 ms of a look-up:")
     for other, look_ups in FOR_SCALE_MS.items():
         print(f"{other:34}" + ", ".join(f"{int(tokens):,} tokens {ms:.2f}" for tokens, ms in look_ups.items()))
-    if arguments.json:
-        write_result(arguments.json, result)
+    save(arguments, result)
 
 
 def show(title: str, figures: object) -> None:

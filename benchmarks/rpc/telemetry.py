@@ -10,7 +10,6 @@ a Step's operations as events. ``tokens``: a token, and a quota of each kind tha
 
 from __future__ import annotations
 
-import argparse
 import gc
 import hashlib
 import json
@@ -31,8 +30,7 @@ from cachesvc_client import CacheClient, Lease, opaque
 from cachesvc_client.sequence import StepStream
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 
-from benchmarks.support.machine import describe_machine
-from benchmarks.support.recording import write_result
+from benchmarks.support.recording import parser_of, save
 
 SEQUENCES = 32
 BLOCK_TOKENS = 64
@@ -74,8 +72,7 @@ Times = dict[str, dict[str, list[float]]]
 
 def main() -> None:
     """Print the table and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", metavar="OUT")
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=120)
     parser.add_argument("--steps", type=int, default=40, help="Steps of a round and variant")
     arguments = parser.parse_args()
@@ -86,12 +83,11 @@ def main() -> None:
         for rig in rigs.values():
             rig.round(arguments.steps)
         times = measure(rigs, arguments.rounds, arguments.steps)
-    result = {"machine": describe_machine(), "rounds": arguments.rounds, "steps": arguments.steps, **summary(times)}
+    result = {"rounds": arguments.rounds, "steps": arguments.steps, **summary(times)}
     for name, row in result["variants"].items():
         for call, found in row.items():
             print(f"{name:10}{call:6}p50 {found['p50_ms']:7.3f} ms   against plain {found['cost_percent']:+6.2f} %")
-    if arguments.json:
-        write_result(arguments.json, result)
+    save(arguments, result)
 
 
 def measure(rigs: dict[str, Rig], rounds: int, steps: int) -> Times:

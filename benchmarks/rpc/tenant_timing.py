@@ -7,7 +7,6 @@ difference where there is one.
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import time
@@ -18,7 +17,7 @@ import numpy.typing as npt
 from cachesvc_client import CacheClient, Lease, block_keys, opaque
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 
-from benchmarks.support.recording import write_result
+from benchmarks.support.recording import parser_of, save
 
 BLOCK_TOKENS = 16
 LAYOUT = opaque(block_bytes=1024, block_tokens=BLOCK_TOKENS, layers=2)
@@ -100,18 +99,16 @@ def measure(samples: int, seed: int) -> dict[str, Any]:
 
 def main() -> None:
     """Print the result, and write it where asked."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.rpc.tenant_timing")
+    parser = parser_of(__doc__, "python -m benchmarks.rpc.tenant_timing")
     parser.add_argument("--samples", type=int, default=10_000, metavar="N", help="of each kind (default 10000)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     found = measure(arguments.samples, arguments.seed)
     for kind, median_us in found["median_us"].items():
         print(f"{kind:40} median {median_us:8.1f} us of {arguments.samples:,}")
     for name in ("another_tenants_hit_against_a_miss", "own_hit_against_a_miss"):
         print(f"{name:40} p {found[name]['p']:.4f}, chance slower {found[name]['chance_slower']:.4f}")
-    if arguments.json:
-        write_result(arguments.json, found)
+    save(arguments, found)
 
 
 if __name__ == "__main__":

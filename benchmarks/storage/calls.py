@@ -10,8 +10,6 @@ network namespaces are skipped where there are none, with a message.
 
 from __future__ import annotations
 
-import argparse
-import os
 import signal
 import sys
 import tempfile
@@ -26,8 +24,7 @@ from cachesvc_client import CacheClient, Lease, opaque
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 
 from benchmarks.support.daemon_log import told
-from benchmarks.support.machine import describe_machine
-from benchmarks.support.recording import write_result
+from benchmarks.support.recording import parser_of, save
 from cachesvc.storage.s3.client import S3Options
 from tests.contracts import mooncake_rig, s3_rig
 from tests.e2e.storage import network as network_rig
@@ -266,8 +263,7 @@ def figures(plain: Caller, caller: Caller) -> dict[str, Any]:
 
 def main() -> None:
     """Print and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="cases whose names have this in them")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     said = parser.parse_args()
@@ -281,9 +277,7 @@ def main() -> None:
         cases[name] = measure(name, said.rounds)
         for call, row in cases[name].items():
             print(name, call, row, flush=True)
-    if said.json:
-        machine = {**describe_machine(), "load": f"{os.getloadavg()[0]:.1f}"}
-        write_result(said.json, {"machine": machine, "rounds": said.rounds, "cases": cases})
+    save(said, {"rounds": said.rounds, "cases": cases})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ of the same sizes by as many threads of the same priority; alternating, medians,
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import os
 import shutil
@@ -22,8 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.support.machine import describe_machine
-from benchmarks.support.recording import write_result
+from benchmarks.support.recording import parser_of, save
 from cachesvc.memory.extents import yield_to_callers
 from cachesvc.storage.file.engine import FileStorage
 from cachesvc.storage.file.keeper import FileOptions
@@ -166,13 +164,11 @@ def read_raw(path: str, head: memoryview, page: memoryview) -> None:
 
 def main() -> None:
     """Print and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--json", type=Path)
     said = parser.parse_args()
     said.folder.mkdir(parents=True, exist_ok=True)
     found = {
-        "machine": {**describe_machine(), "load": f"{os.getloadavg()[0]:.1f}"},
         "threads": THREADS,
         "repetitions": REPETITIONS,
         "file": [measure_file(said.folder, size * MIB) for size in (1, 4)],
@@ -180,8 +176,7 @@ def main() -> None:
     shutil.rmtree(said.folder, ignore_errors=True)
     for row in found["file"]:  # type: ignore[attr-defined]
         print(row)
-    if said.json:
-        write_result(said.json, found)
+    save(said, found)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,8 +24,8 @@ from cachesvc_client import CacheClient, Lease, opaque
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 
 from benchmarks.support.daemon_log import told
-from benchmarks.support.machine import describe_machine, fail
-from benchmarks.support.recording import write_result
+from benchmarks.support.machine import fail
+from benchmarks.support.recording import parser_of, save
 from cachesvc.peer.borrower import PeerStorage
 from cachesvc.peer.fleet import Answered
 from cachesvc.service.rpc.peer_service import GrpcControl, PeerListening
@@ -187,8 +186,7 @@ def exists(peers: PeerStorage, scope: Scope, keys: bytes) -> int:
 
 def main() -> None:
     """Measure, print, and write JSON where asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="OUT")
+    parser = parser_of(__doc__)
     parser.add_argument("--peers", type=int, default=64)
     parser.add_argument("--matches", type=int, default=2000)
     parser.add_argument("--settle", type=float, default=5.0, help="seconds until the digests have come")
@@ -196,9 +194,7 @@ def main() -> None:
     if said.peers <= SHARERS or said.matches < 1:
         fail(f"--peers is more than {SHARERS}, and --matches at least 1")
     found = measure(said)
-    if said.json:
-        facts = {"benchmark": "storage_fleet", "machine": describe_machine(), "peers": said.peers}
-        write_result(said.json, {**facts, "matches": said.matches, **found})
+    save(said, {"benchmark": "storage_fleet", "peers": said.peers, "matches": said.matches, **found})
 
 
 if __name__ == "__main__":

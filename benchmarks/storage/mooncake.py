@@ -8,7 +8,6 @@ at once more.
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import os
 import sys
@@ -21,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.storage.disk import MIB, SCOPE, Figure, fetch, fill, keep, name_of
-from benchmarks.support.machine import describe_machine, fail
-from benchmarks.support.recording import write_result
+from benchmarks.support.machine import fail
+from benchmarks.support.recording import parser_of, save
 from cachesvc.memory.extents import address_of, yield_to_callers
 from cachesvc.model.errors import Unavailable
 from cachesvc.storage.mooncake import native
@@ -130,8 +129,7 @@ def running(options: MooncakeOptions, memory: memoryview) -> Iterator[ObjectStor
 
 def main() -> None:
     """Print and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser = parser_of(__doc__)
     said = parser.parse_args()
     try:
         native.load()
@@ -149,14 +147,12 @@ def main() -> None:
         finally:
             store.close()
     found = {
-        "machine": {**describe_machine(), "load": f"{os.getloadavg()[0]:.1f}"},
         "repetitions": REPETITIONS,
         "rows": rows,
     }
     for row in rows:
         print(row)
-    if said.json:
-        write_result(said.json, found)
+    save(said, found)
     sys.stdout.flush()
     os._exit(0)  # the library's own threads would be waited for
 
