@@ -15,11 +15,7 @@ from textual.containers import Horizontal, Vertical
 from textual.widgets import DataTable, Footer, Static
 from textual.worker import get_current_worker
 
-<<<<<<< HEAD
 from cachesvc_ctl.core.command import Target, one_line
-=======
-from cachesvc_ctl.core.command import Target, describe_bytes, one_line
->>>>>>> main
 from cachesvc_ctl.status import describe_hits
 from cachesvc_ctl.top import (
     MARKS,
@@ -33,10 +29,7 @@ from cachesvc_ctl.top import (
     per_second,
     percent,
     pool_title,
-<<<<<<< HEAD
     pool_use,
-=======
->>>>>>> main
     spark,
     take_look,
     ticket_rows,
