@@ -32,6 +32,7 @@ from cachesvc_client import CacheClient, CacheClientError, Expected
 from cachesvc_client.lease import Lease
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 
+from benchmarks.support.calls import compute
 from benchmarks.support.daemon_log import told
 from benchmarks.support.movers import movers_of
 from benchmarks.support.recording import parser_of, save
@@ -80,7 +81,7 @@ class Bystander:
         with CacheClient(self._socket, engine="bystander") as client:
             model = client.register("sound", LAYOUT, device_pages=[400], host_pages=[400], devices=[SOUND])
             with client.open_lease(model) as lease:
-                compute(lease, self._known, BLOCKS)
+                compute(lease, self._known)
                 yield lease
 
     def run(self, lease: Lease, seconds: float) -> None:
@@ -90,7 +91,7 @@ class Bystander:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self._timed(lambda: self._hit(lease))
-            self._timed(lambda: compute(lease, self._rng.bytes(KEY_BYTES * 8), 8))
+            self._timed(lambda: compute(lease, self._rng.bytes(KEY_BYTES * 8)))
             if self._peer and (prompt := next(self._prompts, None)) is not None:
                 self._timed(lambda: self._borrow(lease, prompt))
         starts.join()
@@ -126,14 +127,6 @@ class Bystander:
         self.seen.start_ms = (time.perf_counter() - began) * 1e3
 
 
-def compute(lease: Lease, keys: bytes, blocks: int) -> None:
-    """Compute a prompt and let it go."""
-    with lease.match(keys) as sequence:
-        if sequence.hit_blocks < blocks:
-            sequence.allocate(blocks)
-            sequence.publish(blocks)
-
-
 def disturb(socket_path: str, device: str, peer: str, prompts: list[bytes], stop: threading.Event) -> None:
     """Ask the sick party for things until the end: start engines there, compute there, take prompts from there."""
     rng = np.random.default_rng(7)
@@ -144,7 +137,7 @@ def disturb(socket_path: str, device: str, peer: str, prompts: list[bytes], stop
                 if stop.is_set():
                     return
                 with suppress(CacheClientError):
-                    compute(lease, rng.bytes(KEY_BYTES * 8), 8)
+                    compute(lease, rng.bytes(KEY_BYTES * 8))
                     if peer:
                         lease.match(prompt, expected=Expected(peer, patience=3.0, is_computed=True)).release()
 
@@ -238,7 +231,7 @@ def lender(prompts: list[bytes]) -> Iterator[tuple[DaemonProcess, str]]:
             pages = PEER_PROMPTS * PEER_BLOCKS + 8
             with client.open_lease(client.register("sound", LAYOUT, device_pages=[pages], host_pages=[pages])) as lease:
                 for prompt in prompts:
-                    compute(lease, prompt, PEER_BLOCKS)
+                    compute(lease, prompt)
                 time.sleep(SETTLED_SECONDS)  # for its copies to the host
         yield daemon, f"127.0.0.1:{told(daemon, 'peers_ready')['port']}"
 

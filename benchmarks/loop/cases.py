@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 import grpc
 import numpy as np
-from cachesvc_client import CacheClient, CacheClientError, Lease
+from cachesvc_client import CacheClient, CacheClientError
 from cachesvc_client.aio import AsyncCacheClient
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 from kvcache.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, inspect_pb2
 
+from benchmarks.support.calls import compute
 from benchmarks.support.movers import movers_of
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 
@@ -55,12 +56,6 @@ class Site:
     def keys(self, blocks: int) -> bytes:
         """Keys that nothing else has."""
         return self.rng.bytes(KEY_BYTES * blocks)
-
-    def compute(self, lease: Lease, keys: bytes) -> None:
-        """Publish a prompt."""
-        with lease.match(keys) as sequence:
-            sequence.allocate(len(keys) // KEY_BYTES)
-            sequence.publish(len(keys) // KEY_BYTES)
 
     def settle(self) -> None:
         """Wait until no transfer runs, and the host pool is there."""
@@ -125,7 +120,7 @@ def single_pages(site: Site, blocks: int, *, swap: bool) -> None:
         lease = client.open_lease(registration)
         site.settle()
         prompt = site.keys(blocks)
-        site.compute(lease, prompt)
+        compute(lease, prompt)
         site.settle()
         site.admin.Evict(admin_pb2.EvictRequest(tier="device", blocks=0, model_id=registration.model_id))
         one, two = lease.match(b""), lease.match(b"")
@@ -180,7 +175,7 @@ def refusals(site: Site) -> None:
         first, second = few.match(b""), few.match(b"")
         first.allocate(16)
         for _ in range(1500):
-            site.compute(many, site.keys(4))
+            compute(many, site.keys(4))
         with site.measured():
             for _ in range(200):
                 with suppress(CacheClientError):
@@ -207,7 +202,7 @@ def mover_dies(site: Site) -> None:
         site.settle()
         prompts = [site.keys(16) for _ in range(900)]
         for prompt in prompts:
-            site.compute(lease, prompt)
+            compute(lease, prompt)
         site.settle()
         site.admin.Evict(admin_pb2.EvictRequest(tier="device", blocks=0, model_id=registration.model_id))
         for prompt in prompts:
@@ -252,10 +247,10 @@ def wanted(site: Site) -> None:
         lease = client.open_lease(client.register("wanted", LAYOUT, device_pages=[100000], host_pages=[100000]))
         site.settle()
         for _ in range(140):
-            site.compute(lease, site.keys(512))
+            compute(lease, site.keys(512))
         with site.measured():
             for _ in range(60):
-                site.compute(lease, site.keys(512))
+                compute(lease, site.keys(512))
 
 
 def questions(site: Site) -> None:
@@ -264,7 +259,7 @@ def questions(site: Site) -> None:
         registration = client.register("asked", LAYOUT, device_pages=[300000], host_pages=[0])
         lease = client.open_lease(registration)
         for _ in range(120):
-            site.compute(lease, site.keys(2048))
+            compute(lease, site.keys(2048))
         many = [client.open_lease(registration) for _ in range(8)]
         held = [lease.match(b"") for lease in many for _ in range(4096)]
         with site.measured():

@@ -28,6 +28,7 @@ from cachesvc_ctl.core.daemon_process import DaemonProcess
 
 from benchmarks.chaos.proc import MIB, bytes_beside_pools
 from benchmarks.loop.cases import KEY_BYTES, LAYOUT, Site
+from benchmarks.support.calls import compute
 from benchmarks.support.movers import movers_of
 from benchmarks.support.recording import parser_of, save
 from cachesvc.wire.lane import HEADER, METHODS, READ_BYTES
@@ -101,7 +102,7 @@ def deaths(site: Site, memory: Memory, count: int) -> int:
             while not is_done:
                 try:
                     lease = client.open_lease(client.register("m", LAYOUT, device_pages=[8 * BLOCKS], host_pages=[0]))
-                    site.compute(lease, site.keys(BLOCKS))
+                    compute(lease, site.keys(BLOCKS))
                     is_done = True
                 except CacheClientError:
                     refused += 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ import numpy.typing as npt
 from cachesvc_client import CacheClient, Lease, block_keys, opaque
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 
+from benchmarks.support.calls import compute, match_ms
 from benchmarks.support.recording import parser_of, save
 
 BLOCK_TOKENS = 16
@@ -48,14 +48,6 @@ def prompt(seed: int) -> list[int]:
     return [rng.randrange(50_000) for _ in range(BLOCKS * BLOCK_TOKENS)]
 
 
-def fill(lease: Lease, keys: bytes) -> None:
-    """Compute and publish a prompt."""
-    with lease.match(keys) as sequence:
-        sequence.allocate(BLOCKS)
-        if sequence.hit_blocks < BLOCKS:
-            sequence.publish(BLOCKS)
-
-
 def time_matches(lease: Lease, kinds: dict[str, list[bytes]], samples: int, seed: int) -> dict[str, Times]:
     """Microseconds of ``samples`` Match calls of each kind, in random order."""
     rng = random.Random(seed)
@@ -64,10 +56,7 @@ def time_matches(lease: Lease, kinds: dict[str, list[bytes]], samples: int, seed
     taken: dict[str, list[float]] = {kind: [] for kind in kinds}
     for kind in order:
         keys = rng.choice(kinds[kind])
-        began = time.perf_counter()
-        sequence = lease.match(keys)
-        taken[kind].append((time.perf_counter() - began) * 1e6)
-        sequence.release()
+        taken[kind].append(match_ms(lease, keys) * 1e3)
     return {kind: np.array(values) for kind, values in taken.items()}
 
 
@@ -84,8 +73,8 @@ def measure(samples: int, seed: int) -> dict[str, Any]:
         for number in range(PROMPTS):
             for index, kind in enumerate(kinds):
                 kinds[kind].append(block_keys(mine.namespace, prompt(number * 3 + index), BLOCK_TOKENS))
-            fill(others, block_keys(other.namespace, prompt(number * 3), BLOCK_TOKENS))
-            fill(lease, kinds["own_hit"][-1])
+            compute(others, block_keys(other.namespace, prompt(number * 3), BLOCK_TOKENS))
+            compute(lease, kinds["own_hit"][-1])
         time_matches(lease, kinds, samples // 10, seed)
         times = time_matches(lease, kinds, samples, seed + 1)
     crossing, own = (mann_whitney(times[kind], times["nobodys"]) for kind in ("others_hit", "own_hit"))

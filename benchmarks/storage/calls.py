@@ -13,9 +13,9 @@ from __future__ import annotations
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ import numpy as np
 from cachesvc_client import CacheClient, Lease, opaque
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 
+from benchmarks.support.calls import compute, match_ms, timed_ms
 from benchmarks.support.daemon_log import told
 from benchmarks.support.recording import parser_of, save
 from cachesvc.storage.s3.client import S3Options
@@ -50,24 +51,13 @@ class Caller:
         self._pool = self._lease.attach(0)
         self._rng = np.random.default_rng(1)
         self.keys = self._rng.bytes(32 * MATCH_BLOCKS)
-        with self._lease.match(self.keys) as sequence:
-            sequence.allocate(MATCH_BLOCKS)
-            sequence.publish(MATCH_BLOCKS)
-        self.seconds: dict[str, list[float]] = {"match": [], "match_absent": [], "step": []}
+        compute(self._lease, self.keys)
+        self.ms: dict[str, list[float]] = {"match": [], "match_absent": [], "step": []}
 
     def match(self) -> None:
-        """Match a resident prompt."""
-        self._timed("match", self.keys)
-
-    def match_absent(self) -> None:
-        """Match a prompt that no node has."""
-        self._timed("match_absent", self._rng.bytes(32 * MATCH_BLOCKS))
-
-    def _timed(self, name: str, keys: bytes) -> None:
-        began = time.perf_counter()
-        sequence = self._lease.match(keys)
-        self.seconds[name].append(time.perf_counter() - began)
-        sequence.release()
+        """Match a resident prompt, and one that no node has."""
+        self.ms["match"].append(match_ms(self._lease, self.keys))
+        self.ms["match_absent"].append(match_ms(self._lease, self._rng.bytes(32 * MATCH_BLOCKS)))
 
     def steps(self, count: int) -> None:
         """Grow each of the sequences by a block, ``count`` times."""
@@ -77,9 +67,7 @@ class Caller:
                 batch = stream.batch()
                 for sequence in sequences:
                     batch.allocate(sequence, sequence.blocks + 1)
-                began = time.perf_counter()
-                stream.submit(batch)
-                self.seconds["step"].append(time.perf_counter() - began)
+                self.ms["step"].append(timed_ms(partial(stream.submit, batch)))
         for sequence in sequences:
             sequence.release()
 
@@ -240,7 +228,6 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
             for caller in callers:
                 for _ in range(CALLS):
                     caller.match()
-                    caller.match_absent()
                 caller.steps(CALLS // 2)
         behind.mend()
         for caller in callers:
@@ -251,13 +238,13 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
 def figures(plain: Caller, caller: Caller) -> dict[str, Any]:
     """Milliseconds, and as multiples of those without storage."""
     out: dict[str, Any] = {}
-    for name, seconds in caller.seconds.items():
-        row: dict[str, float] = {"n": len(seconds)}
+    for name, times in caller.ms.items():
+        row: dict[str, float] = {"n": len(times)}
         for share in (50, 99):
-            own, base = (float(np.percentile(each, share)) * 1e3 for each in (seconds, plain.seconds[name]))
+            own, base = (float(np.percentile(each, share)) for each in (times, plain.ms[name]))
             row |= {f"p{share}_ms": round(own, 4), f"plain_p{share}_ms": round(base, 4)}
             row[f"p{share}_ratio"] = round(own / base, 3)
-        out[name] = row | {"max_ms": round(max(seconds) * 1e3, 2)}
+        out[name] = row | {"max_ms": round(max(times), 2)}
     return out
 
 

@@ -23,6 +23,7 @@ import numpy as np
 from cachesvc_client import CacheClient, Lease, opaque
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 
+from benchmarks.support.calls import compute, match_ms
 from benchmarks.support.daemon_log import told
 from benchmarks.support.machine import fail
 from benchmarks.support.recording import parser_of, save
@@ -51,21 +52,11 @@ class Caller:
         self.layout = opaque(block_bytes=BLOCK_BYTES, block_tokens=BLOCK_TOKENS, layers=1)
         registration = self._client.register("fleet", self.layout, device_pages=[PAGES], host_pages=[PAGES])
         self.lease: Lease = self._client.open_lease(registration)
-        self.seconds: list[float] = []
-
-    def compute(self, keys: bytes) -> None:
-        """Seal a prompt's blocks."""
-        blocks = len(keys) // 32
-        with self.lease.match(keys) as sequence:
-            sequence.allocate(blocks)
-            sequence.publish(blocks)
+        self.ms: list[float] = []
 
     def match(self, keys: bytes) -> None:
         """Match, and note how long it took."""
-        began = time.perf_counter()
-        sequence = self.lease.match(keys)
-        self.seconds.append(time.perf_counter() - began)
-        sequence.release()
+        self.ms.append(match_ms(self.lease, keys))
 
     def close(self) -> None:
         """End the lease."""
@@ -110,9 +101,9 @@ def measure(said: argparse.Namespace) -> dict[str, Any]:
         callers = [Caller(daemon) for daemon in daemons]
         for at, caller in enumerate(callers):
             for number, keys in enumerate(prompts[at]):
-                caller.compute(keys)
+                compute(caller.lease, keys)
                 for other in range(1, SHARERS):
-                    callers[(at + other + number) % len(callers)].compute(keys[: 32 * SHARED_BLOCKS])
+                    compute(callers[(at + other + number) % len(callers)].lease, keys[: 32 * SHARED_BLOCKS])
             stack.callback(caller.close)
         found = matches(said, addresses, stack, rng)
         return found | asked_first(callers[0], addresses, prompts)
@@ -130,7 +121,7 @@ def matches(said: argparse.Namespace, addresses: Sequence[str], stack: ExitStack
     for _ in range(said.matches):
         for caller in callers.values():
             caller.match(rng.bytes(32 * ABSENT_BLOCKS))
-    rows = {name: np.percentile(caller.seconds, (50, 99)) * 1e6 for name, caller in callers.items()}
+    rows = {name: np.percentile(caller.ms, (50, 99)) * 1e3 for name, caller in callers.items()}
     ratio = float(rows["with"][1] / rows["without"][1])
     for name, (p50, p99) in rows.items():
         print(f"{name:>8} peers: a Match of an absent prompt p50 {p50:.0f} us, p99 {p99:.0f} us", flush=True)

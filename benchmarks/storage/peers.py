@@ -27,6 +27,7 @@ from cachesvc_ctl.core.daemon_process import DaemonProcess
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
 from benchmarks.storage.plain_streams import Moved, PlainStreams
+from benchmarks.support.calls import compute
 from benchmarks.support.daemon_log import told
 from benchmarks.support.machine import fail
 from benchmarks.support.recording import parser_of, save
@@ -111,9 +112,7 @@ def measure(said: argparse.Namespace, block_tokens: int, plain: PlainStreams) ->
 
 def fill(lender: Peer, keys: bytes, blocks: int) -> None:
     """Have all blocks on the lender's host."""
-    with lender.lease.match(keys) as sequence:
-        sequence.allocate(blocks)
-        sequence.publish(blocks)
+    compute(lender.lease, keys)
     until = time.monotonic() + WAIT_SECONDS
     while True:
         with lender.lease.match(keys) as sequence:
