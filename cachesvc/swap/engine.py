@@ -19,7 +19,7 @@ from cachesvc.memory.interface import Slab
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, Unavailable
 from cachesvc.model.layout import Geometry, Layout, device_geometry, host_geometry
 from cachesvc.model.numbers import Histogram
-from cachesvc.model.words import CopiesHang, Direction, TimelineSlot, Transfer, Urgency
+from cachesvc.model.words import CopiesHang, Direction, TimelineSlot, Transfer, TransferTimes, Urgency
 from cachesvc.swap.movers import Movers, RankEnd, RankJob, SlotPool
 from cachesvc.swap.planner import ALL_BUT_FIRST, GroupMove, Pool
 from cachesvc.swap.templates import PEER_RATE
@@ -338,14 +338,6 @@ def direction_of(transfer: Transfer) -> str:
     if transfer.source_replica is not None:
         return "p2p"
     return "h2d" if transfer.direction is Direction.LOAD else "d2h"
-
-
-class TransferTimes(NamedTuple):
-    """Monotonic seconds: queued, its first slice started (None: it never was), ended."""
-
-    submitted: float
-    began: float | None
-    ended: float
 
 
 class TransferTrace(Protocol):

@@ -10,29 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
-from cachesvc.model.words import Transfer
+from cachesvc.model.words import Transfer, TransferTimes
 
 Metadata = Iterable[tuple[str, str | bytes]]
 _HEADERS = ("traceparent", "tracestate")
 _SAMPLED = 1
-
-
-class Times(Protocol):
-    """Monotonic seconds of a transfer."""
-
-    @property
-    def submitted(self) -> float:
-        """Time of its submission."""
-
-    @property
-    def began(self) -> float | None:
-        """Start of its first slice; None: it never started."""
-
-    @property
-    def ended(self) -> float:
-        """Time of its end."""
 
 
 class Span:
@@ -141,7 +125,7 @@ class TransferSpan:
     def __init__(self, span: Any) -> None:
         self._span = span
 
-    def ended(self, times: Times, error: Exception | None) -> None:
+    def ended(self, times: TransferTimes, error: Exception | None) -> None:
         """The transfer has ended; from any thread."""
         began = times.ended if times.began is None else times.began
         late = time.monotonic() - times.ended

@@ -16,8 +16,7 @@ from textual.widgets import DataTable, Footer, Static
 from textual.worker import get_current_worker
 
 from cachesvc_ctl.core.command import Target, one_line
-from cachesvc_ctl.status import describe_hits
-from cachesvc_ctl.top import (
+from cachesvc_ctl.looks import (
     MARKS,
     TITLE,
     History,
@@ -34,6 +33,7 @@ from cachesvc_ctl.top import (
     take_look,
     ticket_rows,
 )
+from cachesvc_ctl.status import describe_hits
 
 COLOURS = dict(zip(MARKS, ("green", "dodger_blue1", "yellow", "red"), strict=True))
 LEGEND = ("cached", "requests' own", "moving", "quarantined")

@@ -30,16 +30,16 @@ TWICE = {("cachesvc", name) for name in IN_DAEMON}
 """Class names that still occur twice in a distribution. A name leaves this list with its second use; none is added."""
 
 LONE = {
-    *("Chooser", "Configured", "CopyStream", "EvictionPolicy", "Figures", "GpuDevice", "GpuMemory", "GpuQueue"),
-    *("HasHeadroom", "HostPages", "Lenders", "Link", "ModelFacts", "Owner", "Path", "PeerControl", "PositionRule"),
-    *("Reserved", "Shadow", "SliceRunner", "Timeline", "Times", "Traveller"),
+    *("Chooser", "CopyStream", "EvictionPolicy", "Figures", "GpuDevice", "GpuMemory", "GpuQueue"),
+    *("HasHeadroom", "HostPages", "Lenders", "ModelFacts", "Owner", "Path", "PeerControl", "PositionRule"),
+    *("Reserved", "Shadow", "SliceRunner", "Timeline", "Traveller"),
 }
 """Protocols and abstract classes that still have one implementation. None is added."""
 
 SMALL_LINES = 120
 SMALL = {
     *("cachesvc/flows/lend.py", "client/cachesvc_ctl/core/daemon_process.py", "client/cachesvc_ctl/describe.py"),
-    "client/cachesvc_ctl/main.py",
+    *("client/cachesvc_ctl/main.py", "client/cachesvc_ctl/top.py"),
 }
 """Modules of fewer lines with one importer, which is of another layer, or imports them where an extra is there."""
 

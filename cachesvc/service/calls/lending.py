@@ -338,7 +338,7 @@ class DigestFeed:
             if changes is None:
                 return True
             for run in changes.runs:
-                if run.group == lead and run.tier != Tier.STORAGE.value and run.kind != Kind.COPY_FAILED:
+                if run.group == lead and run.tier != Tier.STORAGE.value and Kind(run.kind) is not Kind.COPY_FAILED:
                     digest.change(run.keys, came=run.present)
         return not feed.behind and not feed.is_in_snapshot
 

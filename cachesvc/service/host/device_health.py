@@ -16,7 +16,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from kvcache.v1 import admin_pb2, status_pb2
 
@@ -28,7 +27,6 @@ from cachesvc.service.access.tokens import Keyring, Shown
 from cachesvc.service.host.health import Serving
 from cachesvc.service.loop.line import LoopWatch
 from cachesvc.service.loop.node import Node
-from cachesvc.swap.templates import Figures
 from cachesvc.telemetry import events
 
 PROBE_SECONDS = 2.0
@@ -143,57 +141,6 @@ def require_working(backend: DeviceMemory, devices: tuple[str, ...]) -> None:
             )
 
 
-class Link(Figures, Protocol):
-    """Measured figures of a device's link."""
-
-    @property
-    def store_bytes_per_us(self) -> float:
-        """Device -> host."""
-
-    @property
-    def both_bytes_per_us(self) -> float:
-        """Rate of both directions at once, summed."""
-
-    @property
-    def narrow_plane_bytes(self) -> int:
-        """Planes narrower than this load at less than half of the link's speed."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceLine:
-    """One device as operators see it. ``link`` is None where it was not measured."""
-
-    uuid: str
-    name: str
-    pool_bytes: int
-    context_bytes: int
-    link: Link | None
-
-    def logged(self) -> dict[str, object]:
-        """Fields for the log, whose events have a name of their own."""
-        known = self.shown()
-        return {"device": known.pop("uuid"), "device_name": known.pop("name")} | known
-
-    def shown(self) -> dict[str, Any]:
-        known: dict[str, Any] = {
-            "uuid": self.uuid,
-            "name": self.name,
-            "pool_bytes": self.pool_bytes,
-            "context_bytes": self.context_bytes,
-        }
-        if self.link is None:
-            return known
-        return known | {
-            "load_gb_per_second": round(self.link.load_bytes_per_us / 1e3, 2),
-            "store_gb_per_second": round(self.link.store_bytes_per_us / 1e3, 2),
-            "both_gb_per_second": round(self.link.both_bytes_per_us / 1e3, 2),
-            "copy_us": round(self.link.per_copy_us, 2),
-            "row_ns": round(self.link.per_row_ns, 1),
-            "step_us": round(self.link.per_step_us, 2),
-            "narrow_plane_bytes": self.link.narrow_plane_bytes,
-        }
-
-
 @dataclass(frozen=True, slots=True)
 class Facts:
     """Sizes in bytes, of one device and of the host pool. ``started``: monotonic seconds. ``lease_seconds``: silence
@@ -211,7 +158,7 @@ class Facts:
     host_chunk_bytes: int
     eviction: str
     settings: dict[str, str]
-    devices: list[DeviceLine]
+    devices: list[status_pb2.DeviceStatus]
     host_pool: HostPool
     health: DeviceHealth
     transports: Callable[[], status_pb2.TransportStatus]
@@ -247,12 +194,7 @@ class Facts:
                 uptime_seconds=self.uptime_seconds,
                 backend=self.backend,
                 config=self.settings if who.sees_all else {},
-                devices=[
-                    status_pb2.DeviceStatus(
-                        **line.shown(), healthy=line.uuid not in faults, fault=faults.get(line.uuid, "")
-                    )
-                    for line in self.devices
-                ],
+                devices=self.devices,
                 host_pool_bytes=self.host_pool_bytes,
                 host_pool_ready_bytes=self.host_pool_ready_bytes,
                 ready=serving.ready,
@@ -266,6 +208,8 @@ class Facts:
                 loop=status_pb2.LoopStatus(**self.loop.line()._asdict()),
             )
         )
+        for device in found.devices:
+            device.healthy, device.fault = device.uuid not in faults, faults.get(device.uuid, "")
         return found
 
     def attention(self, sees: Callable[[str], bool], *, sees_all: bool) -> list[str]:

@@ -165,7 +165,7 @@ def test_runs_join_what_is_alike_and_never_change_the_order_of_a_key() -> None:
         event(6, Kind.REMOVED, 0, a),
         event(7, Kind.STORED, 0, a),
     ]
-    shown = [(run.kind, run.group, run.parent_key, run.keys) for run in runs_of(events)]
+    shown = [(Kind(run.kind), run.group, run.parent_key, run.keys) for run in runs_of(events)]
     assert shown == [
         (Kind.STORED, 0, b"", a + b),
         (Kind.STORED, 1, b"", a + b),
