@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from cachesvc_client import CacheClient, Lease, opaque
+from cachesvc_client import opaque
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 
-from benchmarks.support.calls import compute, match_ms, timed_ms
+from benchmarks.support.calls import compute, leased, match_ms, timed_ms
 from benchmarks.support.daemon_log import told
 from benchmarks.support.recording import parser_of, save
 from cachesvc.storage.s3.client import S3Options
@@ -42,13 +42,10 @@ WAIT = "wait=250ms&deadline=2s"
 class Caller:
     """An engine of one daemon, with a prompt that is resident whole."""
 
-    def __init__(self, daemon: DaemonProcess) -> None:
-        self._client = CacheClient(daemon.socket, engine="bench")
-        self._client.connect()
+    def __init__(self, daemon: DaemonProcess, stack: ExitStack) -> None:
         layout = opaque(block_bytes=4096, block_tokens=BLOCK_TOKENS, layers=1)
-        registration = self._client.register("bench", layout, device_pages=[16384], host_pages=[16384])
-        self._lease: Lease = self._client.open_lease(registration)
-        self._pool = self._lease.attach(0)
+        self._lease = stack.enter_context(leased(daemon.socket, layout, 16384, 16384))
+        stack.enter_context(self._lease.attach(0))
         self._rng = np.random.default_rng(1)
         self.keys = self._rng.bytes(32 * MATCH_BLOCKS)
         compute(self._lease, self.keys)
@@ -70,12 +67,6 @@ class Caller:
                 self.ms["step"].append(timed_ms(partial(stream.submit, batch)))
         for sequence in sequences:
             sequence.release()
-
-    def close(self) -> None:
-        """The end."""
-        self._pool.close()
-        self._lease.close()
-        self._client.close()
 
 
 # -- what is behind the daemon -------------------------------------------------------------------------------------
@@ -222,7 +213,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
         plain = stack.enter_context(DaemonProcess(FLAGS))
         daemon = stack.enter_context(DaemonProcess([*FLAGS, *behind.flags], under=behind.under))
         told(daemon, behind.event)
-        callers = [Caller(plain), Caller(daemon)]
+        callers = [Caller(plain, stack), Caller(daemon, stack)]
         behind.harm()
         for _ in range(rounds):
             for caller in callers:
@@ -230,8 +221,6 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
                     caller.match()
                 caller.steps(CALLS // 2)
         behind.mend()
-        for caller in callers:
-            caller.close()
         return figures(*callers)
 
 

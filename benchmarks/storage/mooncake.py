@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.storage.disk import MIB, SCOPE, Figure, fetch, fill, keep, name_of
+from benchmarks.storage.disk import MIB, SCOPE, Figure, beside_raw, fetch, fill, keep, name_of
 from benchmarks.support.machine import fail
 from benchmarks.support.recording import parser_of, save
 from cachesvc.memory.extents import address_of, yield_to_callers
@@ -107,13 +107,8 @@ def measure(master: str, raw: Raw, memory: memoryview, raw_memory: memoryview, s
                 raise RuntimeError("a byte is wrong")
             raw_read.time(lambda: by(readers, raw.get, texts))  # noqa: B023
             raw.clear()
-    figures = {"write": (written, raw_written), "read": (read, raw_read)}
-    row: dict[str, Any] = {"bytes": size_bytes, "batch": batch}
-    for way, (own, theirs) in figures.items():
-        row[f"{way}_gb_s"], row[f"raw_{way}_gb_s"] = round(own.rate, 3), round(theirs.rate, 3)
-        row[f"{way}_ratio"] = round(own.rate / theirs.rate, 3)
-        row[f"{way}_cpu_s_gb"], row[f"raw_{way}_cpu_s_gb"] = round(own.cpu_a_gb, 3), round(theirs.cpu_a_gb, 3)
-    return row
+    row = {"bytes": size_bytes, "batch": batch}
+    return row | beside_raw(write=(written, raw_written), read=(read, raw_read))
 
 
 @contextmanager
@@ -146,13 +141,9 @@ def main() -> None:
             rows = [measure(store.address, raw, memory, raw_memory, size) for size in SIZES]
         finally:
             store.close()
-    found = {
-        "repetitions": REPETITIONS,
-        "rows": rows,
-    }
     for row in rows:
         print(row)
-    save(said, found)
+    save(said, {"repetitions": REPETITIONS, "rows": rows})
     sys.stdout.flush()
     os._exit(0)  # the library's own threads would be waited for
 

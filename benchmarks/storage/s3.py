@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.storage.disk import MIB, SCOPE, Figure, fetch, fill, keep, name_of
+from benchmarks.storage.disk import MIB, SCOPE, Figure, beside_raw, fetch, fill, keep, name_of
 from benchmarks.support.machine import fail
 from benchmarks.support.recording import parser_of, save
 from cachesvc.memory.extents import yield_to_callers
@@ -75,12 +75,7 @@ def measure(options: S3Options, size_bytes: int) -> dict[str, Any]:
             bucket.delete(texts)
             store.backend.remove(names)
     store.backend.close()
-    row: dict[str, Any] = {"bytes": size_bytes}
-    for way, (own, theirs) in {"write": (written, raw_written), "read": (read, raw_read)}.items():
-        row[f"{way}_gb_s"], row[f"raw_{way}_gb_s"] = round(own.rate, 3), round(theirs.rate, 3)
-        row[f"{way}_ratio"] = round(own.rate / theirs.rate, 3)
-        row[f"{way}_cpu_s_gb"], row[f"raw_{way}_cpu_s_gb"] = round(own.cpu_a_gb, 3), round(theirs.cpu_a_gb, 3)
-    return row
+    return {"bytes": size_bytes} | beside_raw(write=(written, raw_written), read=(read, raw_read))
 
 
 def main() -> None:
