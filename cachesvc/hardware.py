@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
+from kvcache.v1.status_pb2 import DeviceStatus
+
 from cachesvc import __version__
 from cachesvc.config import Config
 from cachesvc.memory import numa
@@ -24,7 +26,6 @@ from cachesvc.model.text import parse_address
 from cachesvc.mover.life import ListedGpu, Listing, found
 from cachesvc.mover.processes import MoverProcesses
 from cachesvc.mover.records import Settings
-from cachesvc.service.host.device_health import DeviceLine
 from cachesvc.swap.movers import InProcessMovers
 from cachesvc.swap.planner import H100_COSTS, LinkCosts, costs_of
 from cachesvc.telemetry import events
@@ -189,7 +190,7 @@ def device_nodes(devices: Mapping[str, str], sysfs: Path = numa.SYSFS) -> dict[s
     return {device: node for device, node in near.items() if node is not None}
 
 
-def measure_links(config: Config, hardware: Hardware, tell: Callable[[DeviceLine], None]) -> None:
+def measure_links(config: Config, hardware: Hardware, tell: Callable[[DeviceStatus], None]) -> None:
     """Measure the links of started devices, tell what each is, and have the movers plan by that. Raises Unavailable
     where none can be measured."""
     movers = hardware.movers
@@ -205,16 +206,16 @@ def measure_links(config: Config, hardware: Hardware, tell: Callable[[DeviceLine
         try:
             facts = movers.facts(device)
         except Unavailable:
-            tell(DeviceLine(device, "", config.device_pool, 0, None))
+            tell(DeviceStatus(uuid=device, pool_bytes=config.device_pool))
             continue
         figures = LinkFigures(**measured[device]) if device in measured else None
-        line = DeviceLine(device, facts["name"], config.device_pool, facts["context_bytes"], figures)
+        status = device_status(device, facts["name"], config.device_pool, facts["context_bytes"], figures)
         if figures is not None or config.calibration != "start":
-            events.event("device_ready", pci=facts["pci"], free_bytes=facts["free_bytes"], **line.logged())
-        tell(line)
+            log_ready(status, facts["pci"], facts["free_bytes"])
+        tell(status)
 
 
-def link_costs(config: Config, gpus: tuple[Gpu, ...], tell: Callable[[DeviceLine], None]) -> LinkCosts:
+def link_costs(config: Config, gpus: tuple[Gpu, ...], tell: Callable[[DeviceStatus], None]) -> LinkCosts:
     """Measure started GPUs and tell what each is; the costs are the slowest one's. The default without a GPU.
 
     Raises Unavailable.
@@ -227,14 +228,35 @@ def link_costs(config: Config, gpus: tuple[Gpu, ...], tell: Callable[[DeviceLine
             raise Unavailable(
                 f"GPU {gpu.uuid} cannot be measured: {error}; see nvidia-smi and ulimit -l, or use --calibration never"
             ) from error
-        line = DeviceLine(gpu.uuid, gpu.facts.name, config.device_pool, gpu.context_bytes, figures)
-        events.event("device_ready", pci=gpu.facts.pci, free_bytes=gpu.free_bytes(), **line.logged())
-        tell(line)
+        status = device_status(gpu.uuid, gpu.facts.name, config.device_pool, gpu.context_bytes, figures)
+        log_ready(status, gpu.facts.pci, gpu.free_bytes())
+        tell(status)
         if figures is not None:
             figured.append(figures)
     if not figured:
         return H100_COSTS if gpus else LinkCosts()
     return costs_of(asdict(min(figured, key=lambda figures: figures.load_bytes_per_us)))
+
+
+def device_status(uuid: str, name: str, pool_bytes: int, context_bytes: int, link: LinkFigures | None) -> DeviceStatus:
+    """One device as operators see it. ``link`` is None where it was not measured."""
+    status = DeviceStatus(uuid=uuid, name=name, pool_bytes=pool_bytes, context_bytes=context_bytes)
+    if link is not None:
+        status.load_gb_per_second = round(link.load_bytes_per_us / 1e3, 2)
+        status.store_gb_per_second = round(link.store_bytes_per_us / 1e3, 2)
+        status.both_gb_per_second = round(link.both_bytes_per_us / 1e3, 2)
+        status.copy_us = round(link.per_copy_us, 2)
+        status.row_ns = round(link.per_row_ns, 1)
+        status.step_us = round(link.per_step_us, 2)
+        status.narrow_plane_bytes = link.narrow_plane_bytes
+    return status
+
+
+def log_ready(status: DeviceStatus, pci: str, free_bytes: int) -> None:
+    """Log a device with its figures; an event has a name of its own, so its ``uuid`` and ``name`` have others there."""
+    figures = {field.name: value for field, value in status.ListFields() if field.name not in ("uuid", "name")}
+    known = {"device": status.uuid, "device_name": status.name, **figures}
+    events.event("device_ready", pci=pci, free_bytes=free_bytes, **known)
 
 
 WAYS_IN = (

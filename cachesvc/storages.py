@@ -122,7 +122,7 @@ class Storages:
 
     def connect(self, node: Node, vault: Vault, host_pool: HostPool) -> None:
         """Between this node's flows and its host pages."""
-        self._node, self._host_pool, self._answers = node, host_pool, StorageAnswers(node, self)
+        self._node, self._host_pool, self._answers = node, host_pool, StorageAnswers(node)
         self.nodes.connect(node, vault.host_view)
         made = [(spec.tier, make_backend(spec, self._eviction.rank)) for spec in self.specs]
         if self.nodes.peers is not None and self.nodes.spec is not None:
@@ -136,6 +136,7 @@ class Storages:
             for name, (options, backend) in zip(names, made, strict=True)
         ]
         self.tiers = Tiers(tiers, time.monotonic)
+        self._answers = StorageAnswers(node, self.specs, self.tiers)
         self._flows = StorageFlows(self.tiers, node.core, node.run_news)
 
     def chunk_ready(self, chunk: int) -> None:

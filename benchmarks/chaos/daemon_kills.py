@@ -11,7 +11,6 @@ page was wrong or something was left behind.
 
 from __future__ import annotations
 
-import argparse
 import random
 import subprocess
 import sys
@@ -27,8 +26,8 @@ from cachesvc_lab.traces import TraceRequest, read_trace
 from benchmarks.chaos.crew import Crew, Plan, RunFailed
 from benchmarks.chaos.figures import shown, spread
 from benchmarks.chaos.proc import memory_files
-from benchmarks.support.machine import describe_gpu, describe_machine, fail, require_gpu
-from benchmarks.support.recording import write_result
+from benchmarks.support.machine import fail, require_gpu
+from benchmarks.support.recording import parser_of, save
 
 PAUSE_SECONDS = (0.0, 4.0)
 """Between all engines' being served again and the next kill."""
@@ -71,7 +70,6 @@ class Kills:
             crew.abandon()
             raise
         return {
-            "machine": describe_machine(),
             "plan": asdict(crew.plan),
             "seconds": crew.second(),
             "kills": len(self.kills),
@@ -163,13 +161,12 @@ def table(found: dict[str, Any]) -> str:
 
 def main() -> None:
     """Entry point. Exit codes: 0 sound, 1 unsound, 2 could not run."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos.daemon_kills")
+    parser = parser_of(__doc__, "python -m benchmarks.chaos.daemon_kills")
     parser.add_argument("--trace", required=True, metavar="TRACE", help=".jsonl or .jsonl.zst in the Mooncake format")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--engines", type=int, default=8)
     parser.add_argument("--backend", choices=("shm", "cuda"), default="shm")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", metavar="OUT")
     given = parser.parse_args()
     if given.backend == "cuda":
         require_gpu("cupy")
@@ -183,11 +180,9 @@ def main() -> None:
             fail(str(failed))
     found["trace"] = Path(given.trace).name
     if given.backend == "cuda":
-        found["machine"] |= describe_gpu()
         found |= {"gpu_mib_before": before, "gpu_mib_after": gpu_used_mib()}
     print(table(found))
-    if given.json:
-        write_result(given.json, found)
+    save(given, found)
     wrong = problems_of(found)
     for line in wrong:
         print(f"unsound: {line}", file=sys.stderr)

@@ -11,7 +11,6 @@ before.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import multiprocessing as mp
@@ -20,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from multiprocessing.connection import Connection
@@ -30,13 +29,13 @@ from typing import Any
 
 import grpc
 import numpy as np
-from cachesvc_client import CacheClient, CacheClientError, Lease
+from cachesvc_client import CacheClient, CacheClientError
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 
 from benchmarks.chaos.attackers import ENGINES, KEY_BYTES, LAYOUT, READERS, Attacker
 from benchmarks.chaos.proc import MIB, bytes_beside_pools
-from benchmarks.support.machine import describe_machine
-from benchmarks.support.recording import write_result
+from benchmarks.support.calls import Beside, match_ms, spread, timed_ms
+from benchmarks.support.recording import parser_of, save
 
 FILES = 1024
 EVERY_SECONDS = 0.01
@@ -64,17 +63,14 @@ calls_in_flight = 16
 
 def main() -> None:
     """Print what was found, and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--alone-seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", metavar="OUT")
     arguments = parser.parse_args()
     found = measure(arguments.minutes * 60, arguments.alone_seconds, arguments.seed)
-    result = {"benchmark": "hostile", "machine": describe_machine(), **found}
     print(table(found))
-    if arguments.json:
-        write_result(arguments.json, result)
+    save(arguments, {"benchmark": "hostile", **found})
     sys.exit(0 if is_sound(found) else 1)
 
 
@@ -90,15 +86,10 @@ def measure(seconds: float, alone_seconds: float, seed: int) -> dict[str, Any]:
         flags += ["--listen", "127.0.0.1:0", "--lease-seconds", "10"]
         under = ["sh", "-c", f'ulimit -n {FILES}; exec "$@"', "sh"]
         daemon = stack.enter_context(DaemonProcess(flags, folder=str(folder), under=under))
-        attacked, ends = context.Event(), context.Event()
-        mine, theirs = context.Pipe()
-        victim = context.Process(target=honest, args=(daemon.socket, theirs, attacked, ends))
-        victim.start()
-        stack.callback(victim.join)
-        stack.callback(ends.set)
-        mine.recv()
+        attacked = context.Event()
+        victim = stack.enter_context(Beside(honest, daemon.socket, attacked))
         before = bytes_beside_pools(daemon.process.pid, 0)
-        ends.wait(alone_seconds)
+        attacked.wait(alone_seconds)
         attacked.set()
         pipes = []
         crew = []
@@ -118,8 +109,7 @@ def measure(seconds: float, alone_seconds: float, seed: int) -> dict[str, Any]:
             tried, made = own.recv()
             attacks.update(tried)
             connections.update(made)
-        ends.set()
-        served = mine.recv()
+        served = victim.end()
         after = bytes_beside_pools(daemon.process.pid, 0)
         log = daemon.log.read_text(encoding="utf-8")
     return {
@@ -145,7 +135,7 @@ def tokens_file() -> str:
 # -- the engine that must not notice -----------------------------------------------------------------------------------
 
 
-def honest(path: str, pipe: Connection, attacked: Event, ends: Event) -> None:
+def honest(ends: Event, pipe: Connection, path: str, attacked: Event) -> None:
     """Steps and matches until told to end; their milliseconds before and under attack."""
     times: dict[str, dict[str, list[float]]] = {name: {"step": [], "match": []} for name in ("alone", "attacked")}
     refused: list[str] = []
@@ -162,9 +152,9 @@ def honest(path: str, pipe: Connection, attacked: Event, ends: Event) -> None:
                 next_at = time.perf_counter() + EVERY_SECONDS
                 now = times["attacked" if attacked.is_set() else "alone"]
                 try:
-                    now["step"].append(timed(partial(step, stream, held, blocks)))
+                    now["step"].append(timed_ms(partial(step, stream, held, blocks)))
                     if blocks % 8 == 0:
-                        now["match"].append(timed(partial(look_up, lease, rng.bytes(256 * KEY_BYTES))))
+                        now["match"].append(match_ms(lease, rng.bytes(256 * KEY_BYTES)))
                 except CacheClientError as error:
                     refused.append(repr(error))
                     if lease.is_lost:
@@ -174,8 +164,8 @@ def honest(path: str, pipe: Connection, attacked: Event, ends: Event) -> None:
                 each.release()
         pipe.send(
             {
-                "step_ms": {name: summary(taken["step"]) for name, taken in times.items()},
-                "match_ms": {name: summary(taken["match"]) for name, taken in times.items()},
+                "step_ms": {name: spread(taken["step"]) for name, taken in times.items()},
+                "match_ms": {name: spread(taken["match"]) for name, taken in times.items()},
                 "refused": len(refused),
                 "refusals": refused[:5],
                 "leases_lost": int(lease.is_lost),
@@ -189,29 +179,6 @@ def step(stream: Any, held: list[Any], blocks: int) -> None:
     for each in held:
         batch.allocate(each, blocks)
     stream.submit(batch)
-
-
-def look_up(lease: Lease, keys: bytes) -> None:
-    """A Match and its release."""
-    lease.match(keys).release()
-
-
-def timed(call: Callable[[], object]) -> float:
-    """Milliseconds."""
-    began = time.perf_counter()
-    call()
-    return (time.perf_counter() - began) * 1e3
-
-
-def summary(times: list[float]) -> dict[str, float]:
-    """Milliseconds."""
-    column = np.array(times or [float("nan")])
-    return {
-        "count": len(times),
-        "p50": round(float(np.percentile(column, 50)), 3),
-        "p99": round(float(np.percentile(column, 99)), 3),
-        "max": round(float(column.max()), 3),
-    }
 
 
 # -- attackers ---------------------------------------------------------------------------------------------------------

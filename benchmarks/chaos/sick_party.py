@@ -10,7 +10,6 @@ registers a new model; beside a sick peer it takes prompts from a sound one. ``N
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing as mp
 import os
 import resource
@@ -33,10 +32,10 @@ from cachesvc_client import CacheClient, CacheClientError, Expected
 from cachesvc_client.lease import Lease
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 
+from benchmarks.support.calls import compute
 from benchmarks.support.daemon_log import told
-from benchmarks.support.machine import describe_machine
 from benchmarks.support.movers import movers_of
-from benchmarks.support.recording import write_result
+from benchmarks.support.recording import parser_of, save
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 
 LAYOUT = Layout(4, 1, (PlaneGroup("full"),), (Plane("k", 0, "full", (4096,), "uint8"),))
@@ -82,7 +81,7 @@ class Bystander:
         with CacheClient(self._socket, engine="bystander") as client:
             model = client.register("sound", LAYOUT, device_pages=[400], host_pages=[400], devices=[SOUND])
             with client.open_lease(model) as lease:
-                compute(lease, self._known, BLOCKS)
+                compute(lease, self._known)
                 yield lease
 
     def run(self, lease: Lease, seconds: float) -> None:
@@ -92,7 +91,7 @@ class Bystander:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self._timed(lambda: self._hit(lease))
-            self._timed(lambda: compute(lease, self._rng.bytes(KEY_BYTES * 8), 8))
+            self._timed(lambda: compute(lease, self._rng.bytes(KEY_BYTES * 8)))
             if self._peer and (prompt := next(self._prompts, None)) is not None:
                 self._timed(lambda: self._borrow(lease, prompt))
         starts.join()
@@ -128,14 +127,6 @@ class Bystander:
         self.seen.start_ms = (time.perf_counter() - began) * 1e3
 
 
-def compute(lease: Lease, keys: bytes, blocks: int) -> None:
-    """Compute a prompt and let it go."""
-    with lease.match(keys) as sequence:
-        if sequence.hit_blocks < blocks:
-            sequence.allocate(blocks)
-            sequence.publish(blocks)
-
-
 def disturb(socket_path: str, device: str, peer: str, prompts: list[bytes], stop: threading.Event) -> None:
     """Ask the sick party for things until the end: start engines there, compute there, take prompts from there."""
     rng = np.random.default_rng(7)
@@ -146,7 +137,7 @@ def disturb(socket_path: str, device: str, peer: str, prompts: list[bytes], stop
                 if stop.is_set():
                     return
                 with suppress(CacheClientError):
-                    compute(lease, rng.bytes(KEY_BYTES * 8), 8)
+                    compute(lease, rng.bytes(KEY_BYTES * 8))
                     if peer:
                         lease.match(prompt, expected=Expected(peer, patience=3.0, is_computed=True)).release()
 
@@ -240,7 +231,7 @@ def lender(prompts: list[bytes]) -> Iterator[tuple[DaemonProcess, str]]:
             pages = PEER_PROMPTS * PEER_BLOCKS + 8
             with client.open_lease(client.register("sound", LAYOUT, device_pages=[pages], host_pages=[pages])) as lease:
                 for prompt in prompts:
-                    compute(lease, prompt, PEER_BLOCKS)
+                    compute(lease, prompt)
                 time.sleep(SETTLED_SECONDS)  # for its copies to the host
         yield daemon, f"127.0.0.1:{told(daemon, 'peers_ready')['port']}"
 
@@ -320,8 +311,7 @@ def row(party: str, how: str, seen: Seen) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print, and write JSON where asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="OUT")
+    parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--only", nargs="+", default=[], metavar="PARTY:SICK")
     said = parser.parse_args()
@@ -337,10 +327,7 @@ def main() -> None:
             "{known_blocks} blocks, refused {refused} {why}".format(**rows[-1]),
             flush=True,
         )
-    if said.json:
-        load = [round(each, 1) for each in os.getloadavg()]
-        facts = {"benchmark": "sick_party", "machine": describe_machine(), "load": load, "seconds": said.seconds}
-        write_result(said.json, {**facts, "rows": rows, "not_run": NOT_RUN})
+    save(said, {"benchmark": "sick_party", "seconds": said.seconds, "rows": rows, "not_run": NOT_RUN})
 
 
 WAYS = ("well", "hung", "refusing", "slow", "lying", "dead")

@@ -14,7 +14,6 @@ an engine was not served. It goes on beyond its time until each kind of fault wa
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -30,8 +29,8 @@ from benchmarks.chaos.crew import Crew, Plan, RunFailed
 from benchmarks.chaos.faults import FaultRates, Faults
 from benchmarks.chaos.figures import shown, spread
 from benchmarks.chaos.proc import MIB, bytes_beside_pools
-from benchmarks.support.machine import describe_machine, fail
-from benchmarks.support.recording import write_result
+from benchmarks.support.machine import fail
+from benchmarks.support.recording import parser_of, save
 
 SAMPLE_SECONDS = 10.0
 LOOK_SECONDS = 0.2
@@ -134,7 +133,6 @@ class Soak:
         growth = 100 * (min(after) / min(before) - 1)
         figures_sums = dict(figures.sums)
         return {
-            "machine": describe_machine(),
             "plan": asdict(self._soak.plan),
             "seed": self._soak.seed,
             "rates": asdict(self._soak.rates) if self._soak.rates is not None else None,
@@ -205,9 +203,7 @@ def table(found: dict[str, Any]) -> str:
 
 def main() -> None:
     """Entry point. Exit codes: 0 sound, 1 unsound, 2 could not run."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.chaos.soak", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = parser_of(__doc__, "python -m benchmarks.chaos.soak")
     parser.add_argument("--trace", required=True, metavar="TRACE", help=".jsonl or .jsonl.zst in the Mooncake format")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--engines", type=int, default=8)
@@ -217,7 +213,6 @@ def main() -> None:
     parser.add_argument("--fault-copies", type=float, default=FAULT_COPIES, help="share of copies that fail")
     parser.add_argument("--write-policy", default="write_back")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", metavar="OUT")
     given = parser.parse_args()
     requests = list(read_trace(Path(given.trace)))
     share = 0.0 if given.calm else given.fault_copies
@@ -230,8 +225,7 @@ def main() -> None:
             fail(str(failed))
     found["trace"] = Path(given.trace).name
     print(table(found))
-    if given.json:
-        write_result(given.json, found)
+    save(given, found)
     wrong = problems_of(found)
     for line in wrong:
         print(f"unsound: {line}", file=sys.stderr)

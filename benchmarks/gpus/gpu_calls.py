@@ -16,8 +16,8 @@ from cachesvc_client import KEY_BYTES, CacheClient, opaque
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 
 from benchmarks.attach.interference import Neighbour
-from benchmarks.rpc.bystander import summary
-from benchmarks.rpc.round_trips import make_resident, match_times, step_times, swapped_out
+from benchmarks.rpc.round_trips import match_times, step_times, swapped_out
+from benchmarks.support.calls import compute, spread
 from cachesvc.model.layout import Layout
 
 SWAPPERS = 2
@@ -78,7 +78,7 @@ def measure_calls(backend: str, devices: Sequence[str], swap: Swap, count: int, 
     found["gb_per_s"] = statistics.median(rates)
     print(f"{'ms':>8} {'idle p50':>9} {'p99':>7} {'beside p50':>10} {'p99':>7} {'of idle p50':>11} {'p99':>6}")
     for name, phases in times.items():
-        row: dict[str, Any] = {phase: summary(each) for phase, each in phases.items()}
+        row: dict[str, Any] = {phase: spread(each) for phase, each in phases.items()}
         ratios = {which: row["beside"][which] / row["idle"][which] for which in ("p50", "p99")}
         found[name] = {"calls": len(phases["idle"]), **row, "ratio": ratios}
         told = " ".join(f"{row[phase]['p50']:>9.3f} {row[phase]['p99']:>7.3f}" for phase in phases)
@@ -94,7 +94,7 @@ def run_caller(socket: str, pipe: Connection) -> None:
         assert client.transport == "lane"
         registration = client.register("called", layout, device_pages=[CALLED_PAGES], host_pages=[0])
         with client.open_lease(registration) as lease:
-            make_resident(lease, keys)
+            compute(lease, keys)
             step_times(lease, SEQUENCES, SEQUENCES, publish=True)
             match_times(lease, SEQUENCES, lambda: keys)
             gc.freeze()  # as serving engines do

@@ -11,19 +11,17 @@ the largest difference between the two, beside the largest value. Needs CuPy and
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.gpus.kernel_cases import BIG, CASES, SMALL, Case
 from benchmarks.support.machine import describe_gpu, describe_machine, require_gpu
-from benchmarks.support.recording import write_result
+from benchmarks.support.recording import parser_of, save
 from gpu_ops.kernels.batches import EVERYTHING, Reach
 from gpu_ops.kernels.decode_attention import PagedCache, decode_attention, head_rules, plan_splits, split_space
 
@@ -270,8 +268,7 @@ def print_attended(rows: list[Attended]) -> None:
 
 def main() -> None:
     """Measure, print the tables, and write them as JSON where asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="OUT")
+    parser = parser_of(__doc__)
     parser.add_argument("--only", choices=[*CASES, "attention"], help="one kernel")
     arguments = parser.parse_args()
     require_gpu("cupy", "torch")
@@ -286,16 +283,15 @@ def main() -> None:
     attended = [measure_attention(stream, shape, rate) for shape in shapes]
     print_attended(attended)
     print(f"\nwanted: copies at {LEAST_SHARE:.2f} of a plain one, attention within {MOST_RATIO:.1f} of torch's time")
-    if arguments.json:
-        found = {
-            "benchmark": "kernels",
-            "machine": describe_machine() | describe_gpu(),
-            "copy_gb_per_s": rate,
-            "wanted": {"share_of_copy": LEAST_SHARE, "ratio": MOST_RATIO},
-            "moved": [asdict(row) for row in moved],
-            "attention": [asdict(row) for row in attended],
-        }
-        write_result(arguments.json, found)
+    found = {
+        "benchmark": "kernels",
+        "machine": describe_machine() | describe_gpu(),
+        "copy_gb_per_s": rate,
+        "wanted": {"share_of_copy": LEAST_SHARE, "ratio": MOST_RATIO},
+        "moved": [asdict(row) for row in moved],
+        "attention": [asdict(row) for row in attended],
+    }
+    save(arguments, found)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,6 @@ fewer calls) is a small part of that. Where a part fails the others are measured
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import sys
@@ -49,7 +48,6 @@ import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.gpus.fleet import Fleet, Moved
@@ -58,9 +56,9 @@ from benchmarks.gpus.gpu_hang import measure_hang
 from benchmarks.gpus.gpu_kill import measure_kill
 from benchmarks.gpus.gpu_peers import measure_peers
 from benchmarks.gpus.gpu_urgent import measure_urgent
-from benchmarks.support.machine import describe_gpu, describe_machine, fail, require_gpu
+from benchmarks.support.machine import fail, require_gpu
 from benchmarks.support.mover import Mover, two_plane_layout
-from benchmarks.support.recording import write_result
+from benchmarks.support.recording import parser_of, save
 from benchmarks.swap.plain import MOST_BYTES, PlainCopies, seconds_at_once
 from benchmarks.swap.swaps import FEWEST_REPEATS, ROW_SECONDS, WAYS, Way
 from cachesvc.__main__ import SWITCH_SECONDS
@@ -292,10 +290,7 @@ PARTS: dict[str, Callable[[Ground, dict[str, Any]], None]] = {
 
 def main() -> None:
     """Measure part by part, print, and write what there is after each."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpus", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser = parser_of(__doc__, "python -m benchmarks.gpus")
     parser.add_argument("--backend", choices=sorted(SIZES), default="shm")
     parser.add_argument("--gpus", type=int, help="use the first N devices (default: all; simulated devices of shm: 2)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
@@ -321,7 +316,6 @@ def main() -> None:
         "backend": ground.backend,
         "gpus": len(devices),
         "device_memory": ground.memory,
-        "machine": describe_machine() | (describe_gpu() if ground.backend == "cuda" else {}),
         "budgets": BUDGETS,
         "planes": 2 * sizes.layers,
     }
@@ -335,8 +329,7 @@ def main() -> None:
             mine["failed"] = str(error)
             failed.append(part)
         mine["seconds"] = time.monotonic() - began
-        if arguments.json:
-            write_result(arguments.json, found)
+        save(arguments, found)
     if failed:
         sys.exit(f"gpus: failed: {', '.join(failed)}")
 

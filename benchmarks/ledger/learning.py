@@ -9,15 +9,13 @@ and evictions of 16 blocks at a time cost, with least recently used beside it.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
 
 from benchmarks.ledger.moves import LAYOUT, PROMPT_BLOCKS, block_key, fill, open_sequence, partly_known
-from benchmarks.support.machine import describe_machine
-from benchmarks.support.recording import write_result
+from benchmarks.support.recording import parser_of, save
 from cachesvc.ledger.block_ledger import BlockLedger
 from cachesvc.ledger.candidates import NO_RANK, Heads
 from cachesvc.ledger.page_pool import PagePool
@@ -36,8 +34,7 @@ EVICTED_AT_ONCE = 16
 
 def main() -> None:
     """Print the figures, in microseconds, and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", metavar="OUT")
+    parser = parser_of(__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     arguments = parser.parse_args()
     figures = {name: measure() for name, measure in FIGURES.items()}
@@ -46,8 +43,7 @@ def main() -> None:
     by_size = {str(size): {name: moves(size, name) for name in ("lru", "hazard")} for size in arguments.sizes}
     for size, found in by_size.items():
         print(f"{int(size):,}", found, flush=True)
-    if arguments.json:
-        write_result(arguments.json, {"us": figures, "by_size": by_size, "machine": describe_machine()})
+    save(arguments, {"us": figures, "by_size": by_size})
 
 
 def moves(size: int, eviction: str) -> dict[str, float]:

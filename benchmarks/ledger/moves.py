@@ -9,7 +9,6 @@ its processor time.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import hashlib
 import random
@@ -21,8 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.support.machine import describe_machine
-from benchmarks.support.recording import write_result
+from benchmarks.support.recording import parser_of, save
 from cachesvc.ledger.block_ledger import BlockLedger
 from cachesvc.ledger.page_pool import PagePool
 from cachesvc.ledger.planner import Evictor
@@ -59,8 +57,7 @@ class Filled(NamedTuple):
 
 def main() -> None:
     """Print the table and write JSON."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ledger", description=__doc__)
-    parser.add_argument("--json", metavar="OUT")
+    parser = parser_of(__doc__, "python -m benchmarks.ledger")
     parser.add_argument("--sizes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     arguments = parser.parse_args()
     rows = {str(size): measure(size) for size in arguments.sizes}
@@ -71,9 +68,7 @@ def main() -> None:
     result = {name: {size: row[name] for size, row in rows.items()} for name in names}
     flat: dict[str, object] = {**result, "bytes_per_block_by_size": result["bytes_per_block"]}
     flat["bytes_per_block"] = max(row["bytes_per_block"] for row in rows.values())
-    flat["machine"] = describe_machine()
-    if arguments.json:
-        write_result(arguments.json, flat)
+    save(arguments, flat)
 
 
 def measure(size: int) -> dict[str, float]:

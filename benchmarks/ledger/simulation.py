@@ -8,7 +8,6 @@ least recently used, hazard, with and without cost, and the optimum.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ from typing import Any
 from cachesvc_lab.grid import OPTIMUM, Cell, run_grid
 from cachesvc_lab.traces import DEFAULT_BLOCK_TOKENS, Prompts, prompts_of, read_trace
 
-from benchmarks.support.machine import describe_machine
-from benchmarks.support.recording import write_result
+from benchmarks.support.recording import parser_of, save
 
 PERCENTS = (1, 2, 5, 10, 20, 50)
 POLICIES = ("lru", "hazard", "hazard_cost", OPTIMUM)
@@ -25,18 +23,16 @@ POLICIES = ("lru", "hazard", "hazard_cost", OPTIMUM)
 
 def main() -> None:
     """Print each row and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("traces", nargs="+", type=Path)
     parser.add_argument("--block-tokens", type=int, default=DEFAULT_BLOCK_TOKENS)
     parser.add_argument("--limit", type=int, default=None, help="only the first N requests")
-    parser.add_argument("--json", metavar="OUT")
     arguments = parser.parse_args()
     traces = []
     for path in arguments.traces:
         requests = read_trace(path, block_tokens=arguments.block_tokens, limit=arguments.limit)
         traces.append(measure(prompts_of(path.name.split(".")[0], requests, arguments.block_tokens)))
-    if arguments.json:
-        write_result(arguments.json, {"traces": traces, "machine": describe_machine()})
+    save(arguments, {"traces": traces})
 
 
 def measure(

@@ -8,7 +8,6 @@ first once more at the end, at one size. As ``benchmarks.ledger.simulation``.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +17,7 @@ from cachesvc_lab.traces import TraceRequest, prompts_of, read_trace
 
 from benchmarks.ledger.simulation import PERCENTS, measure
 from benchmarks.ledger.workloads import BLOCK_TOKENS, WORKLOADS, in_turn, once_more, workload
-from benchmarks.support.machine import describe_machine
-from benchmarks.support.recording import write_result
+from benchmarks.support.recording import parser_of, save
 
 TRACE_PERCENTS = (5,)
 POLICIES = ("lru", "hazard", OPTIMUM)
@@ -27,19 +25,17 @@ POLICIES = ("lru", "hazard", OPTIMUM)
 
 def main() -> None:
     """Print each row and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("traces", nargs="*", type=Path)
     parser.add_argument("--only", nargs="*", choices=WORKLOADS, default=list(WORKLOADS), metavar="NAME")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", metavar="OUT")
     arguments = parser.parse_args()
     processes = len(os.sched_getaffinity(0))
     measured = []
     for name, requests in traffic(arguments.traces, arguments.only, arguments.seed):
         percents = PERCENTS if name in WORKLOADS else TRACE_PERCENTS
         measured.append(measure(prompts_of(name, requests, BLOCK_TOKENS), percents, POLICIES, processes))
-    if arguments.json:
-        write_result(arguments.json, {"traces": measured, "machine": describe_machine()})
+    save(arguments, {"traces": measured})
 
 
 def traffic(traces: list[Path], names: list[str], seed: int) -> Iterator[tuple[str, list[TraceRequest]]]:

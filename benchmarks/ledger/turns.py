@@ -10,7 +10,6 @@ best of them counts, and the worst of all stands beside it (``worst_ms``).
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable
@@ -20,8 +19,7 @@ from kvcache.v1 import admin_pb2, cache_pb2
 
 from benchmarks.ledger.moves import PROMPT_BLOCKS
 from benchmarks.ledger.turns_daemon import LAYOUT, TOKEN, WINDOWED, Daemon, running
-from benchmarks.support.machine import describe_machine
-from benchmarks.support.recording import write_result
+from benchmarks.support.recording import parser_of, save
 from cachesvc.__main__ import SWITCH_SECONDS
 from cachesvc.flows.leases import lose_silent, process_gone
 from cachesvc.flows.registration import PoolRequest, RegisterRequest, evict_model
@@ -275,8 +273,7 @@ def longest(rounds: list[list[float]]) -> float:
 
 def main() -> None:
     """Print the table and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", metavar="OUT")
+    parser = parser_of(__doc__)
     parser.add_argument("--blocks", type=int, default=1_000_000, help="blocks that are resident")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--flows", nargs="+", choices=FLOWS, default=FLOWS)
@@ -286,13 +283,11 @@ def main() -> None:
     for name, row in flows.items():
         print(f"{name:40}" + "".join(f"{row[key]:9.2f}" for key in ("ms", "worst_ms", "wall_ms", "whole_ms")))
     result: dict[str, object] = {
-        "machine": describe_machine(),
         "blocks": arguments.blocks,
         "loop_longest_ms": max(row["ms"] for row in flows.values()),
         "flows": flows,
     }
-    if arguments.json:
-        write_result(arguments.json, result)
+    save(arguments, result)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 import grpc
 import numpy as np
-from cachesvc_client import CacheClient, CacheClientError, Lease
+from cachesvc_client import CacheClient, CacheClientError
 from cachesvc_client.aio import AsyncCacheClient
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 from kvcache.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, inspect_pb2
 
+from benchmarks.support.calls import compute, leased
 from benchmarks.support.movers import movers_of
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 
@@ -56,12 +57,6 @@ class Site:
         """Keys that nothing else has."""
         return self.rng.bytes(KEY_BYTES * blocks)
 
-    def compute(self, lease: Lease, keys: bytes) -> None:
-        """Publish a prompt."""
-        with lease.match(keys) as sequence:
-            sequence.allocate(len(keys) // KEY_BYTES)
-            sequence.publish(len(keys) // KEY_BYTES)
-
     def settle(self) -> None:
         """Wait until no transfer runs, and the host pool is there."""
         while True:
@@ -83,8 +78,7 @@ class Case(NamedTuple):
 def publishes(site: Site) -> None:
     """200 publishes of 2,048 blocks of one process, and Allocates of 1,024 of another."""
     count, blocks = 200, 2048
-    with CacheClient(site.socket, engine="other") as client:
-        lease = client.open_lease(client.register("other", LAYOUT, device_pages=[3000], host_pages=[0]))
+    with leased(site.socket, LAYOUT, 3000, name="other") as lease:
         times: list[float] = []
         ready, ended = threading.Event(), threading.Event()
 
@@ -120,14 +114,12 @@ def publishes(site: Site) -> None:
 
 def single_pages(site: Site, blocks: int, *, swap: bool) -> None:
     """A load, or a swap, of a sequence whose pages lie one by one."""
-    with CacheClient(site.socket, engine="long") as client:
-        registration = client.register("long", LAYOUT, device_pages=[2 * blocks + 8], host_pages=[3 * blocks])
-        lease = client.open_lease(registration)
+    with leased(site.socket, LAYOUT, 2 * blocks + 8, 3 * blocks, "long") as lease:
         site.settle()
         prompt = site.keys(blocks)
-        site.compute(lease, prompt)
+        compute(lease, prompt)
         site.settle()
-        site.admin.Evict(admin_pb2.EvictRequest(tier="device", blocks=0, model_id=registration.model_id))
+        site.admin.Evict(admin_pb2.EvictRequest(tier="device", blocks=0, model_id=lease.registration.model_id))
         one, two = lease.match(b""), lease.match(b"")
         with lease.step() as stream:
             for first in range(1, blocks + 1, GROWN_A_STEP):  # in turns, so that each has every other page
@@ -153,8 +145,7 @@ def single_pages(site: Site, blocks: int, *, swap: bool) -> None:
 
 def long_steps(site: Site) -> None:
     """Steps of as many operations as may be, each refused."""
-    with CacheClient(site.socket, engine="steps") as client, site.measured():
-        lease = client.open_lease(client.register("steps", LAYOUT, device_pages=[5000], host_pages=[0]))
+    with leased(site.socket, LAYOUT, 5000, name="steps") as lease, site.measured():
         stub = cache_pb2_grpc.CacheServiceStub(site.channel)
 
         def requests() -> Iterator[cache_pb2.StepRequest]:
@@ -180,7 +171,7 @@ def refusals(site: Site) -> None:
         first, second = few.match(b""), few.match(b"")
         first.allocate(16)
         for _ in range(1500):
-            site.compute(many, site.keys(4))
+            compute(many, site.keys(4))
         with site.measured():
             for _ in range(200):
                 with suppress(CacheClientError):
@@ -189,8 +180,7 @@ def refusals(site: Site) -> None:
 
 def computing(site: Site) -> None:
     """A Match of a prompt of 65,536 blocks that another sequence computes."""
-    with CacheClient(site.socket, engine="computing") as client:
-        lease = client.open_lease(client.register("computing", LAYOUT, device_pages=[70000], host_pages=[0]))
+    with leased(site.socket, LAYOUT, 70_000, 0, "computing") as lease:
         prompt = site.keys(65536)
         one = lease.match(prompt)
         one.allocate(65536)
@@ -207,7 +197,7 @@ def mover_dies(site: Site) -> None:
         site.settle()
         prompts = [site.keys(16) for _ in range(900)]
         for prompt in prompts:
-            site.compute(lease, prompt)
+            compute(lease, prompt)
         site.settle()
         site.admin.Evict(admin_pb2.EvictRequest(tier="device", blocks=0, model_id=registration.model_id))
         for prompt in prompts:
@@ -248,14 +238,13 @@ def hold_leases(socket: str, pipe: mp.connection.Connection) -> None:
 
 def wanted(site: Site) -> None:
     """More blocks than storage takes: the list of those to be written is full."""
-    with CacheClient(site.socket, engine="wanted") as client:
-        lease = client.open_lease(client.register("wanted", LAYOUT, device_pages=[100000], host_pages=[100000]))
+    with leased(site.socket, LAYOUT, 100_000, 100_000, "wanted") as lease:
         site.settle()
         for _ in range(140):
-            site.compute(lease, site.keys(512))
+            compute(lease, site.keys(512))
         with site.measured():
             for _ in range(60):
-                site.compute(lease, site.keys(512))
+                compute(lease, site.keys(512))
 
 
 def questions(site: Site) -> None:
@@ -264,7 +253,7 @@ def questions(site: Site) -> None:
         registration = client.register("asked", LAYOUT, device_pages=[300000], host_pages=[0])
         lease = client.open_lease(registration)
         for _ in range(120):
-            site.compute(lease, site.keys(2048))
+            compute(lease, site.keys(2048))
         many = [client.open_lease(registration) for _ in range(8)]
         held = [lease.match(b"") for lease in many for _ in range(4096)]
         with site.measured():
@@ -296,8 +285,7 @@ def connections(site: Site) -> None:
 
 def learned(site: Site) -> None:
     """Matches of long prompts that have left the cache, under eviction that learns."""
-    with CacheClient(site.socket, engine="learned") as client:
-        lease = client.open_lease(client.register("learned", LAYOUT, device_pages=[5000], host_pages=[0]))
+    with leased(site.socket, LAYOUT, 5_000, 0, "learned") as lease:
         prompts = [site.keys(2048) for _ in range(6)]
 
         def serve_all() -> None:

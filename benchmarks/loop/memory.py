@@ -10,7 +10,6 @@ held it has ended; and what was refused. Exit code 1 where one grew by more than
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import signal
@@ -29,9 +28,9 @@ from cachesvc_ctl.core.daemon_process import DaemonProcess
 
 from benchmarks.chaos.proc import MIB, bytes_beside_pools
 from benchmarks.loop.cases import KEY_BYTES, LAYOUT, Site
-from benchmarks.support.machine import describe_machine
+from benchmarks.support.calls import compute
 from benchmarks.support.movers import movers_of
-from benchmarks.support.recording import write_result
+from benchmarks.support.recording import parser_of, save
 from cachesvc.wire.lane import HEADER, METHODS, READ_BYTES
 
 BOUND_MIB = {"deaths": 64, "keys": 384, "frames": 160}
@@ -44,11 +43,10 @@ LANES_A_CONNECTION = 8
 
 def main() -> None:
     """Print a table and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--deaths", type=int, default=300)
     parser.add_argument("--sequences", type=int, default=10_000)
     parser.add_argument("--frames", type=int, default=2048)
-    parser.add_argument("--json", metavar="OUT")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)  # a client reports each lease that it loses
     found = {
@@ -56,8 +54,7 @@ def main() -> None:
         "keys": measure(keys, arguments.sequences),
         "frames": measure(frames, arguments.frames),
     }
-    if arguments.json:
-        write_result(arguments.json, {"benchmark": "loop.memory", "machine": describe_machine(), **found})
+    save(arguments, {"benchmark": "loop.memory", **found})
     sys.exit(any(each["most_mib"] - each["before_mib"] > BOUND_MIB[name] for name, each in found.items()))
 
 
@@ -105,7 +102,7 @@ def deaths(site: Site, memory: Memory, count: int) -> int:
             while not is_done:
                 try:
                     lease = client.open_lease(client.register("m", LAYOUT, device_pages=[8 * BLOCKS], host_pages=[0]))
-                    site.compute(lease, site.keys(BLOCKS))
+                    compute(lease, site.keys(BLOCKS))
                     is_done = True
                 except CacheClientError:
                     refused += 1

@@ -12,13 +12,9 @@ held it longest. ``step_p99_ms``: the engine's, by the clock; ``alone_p99_ms``: 
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing as mp
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -27,10 +23,10 @@ from typing import Any
 from cachesvc_client import CacheClient
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 
-from benchmarks.chaos.hostile import EVERY_SECONDS, SEQUENCES, step, summary
+from benchmarks.chaos.hostile import EVERY_SECONDS, SEQUENCES, step
 from benchmarks.loop.cases import CASES, LAYOUT, Case, Site
-from benchmarks.support.machine import describe_machine
-from benchmarks.support.recording import write_result
+from benchmarks.support.calls import Beside, spread
+from benchmarks.support.recording import parser_of, save
 
 MOST_ROUND_MS, MOST_STEP_RATIO, MOST_ALLOCATE_MS = 2.0, 1.5, 50.0
 """Goals."""
@@ -40,15 +36,12 @@ ALONE_SECONDS = 4.0
 
 def main() -> None:
     """Print a table and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="OUT")
+    parser = parser_of(__doc__)
     parser.add_argument("--cases", nargs="+", default=[case.name for case in CASES])
     arguments = parser.parse_args()
     print(f"{'case':26}{'round ms':>10}{'flow ms':>10}  {'flow':30}{'p99 ms':>8}{'alone':>8}{'ratio':>7}")
     found = {case.name: measure(case) for case in CASES if case.name in arguments.cases}
-    result = {"benchmark": "loop.rounds", "machine": describe_machine(), "cases": found}
-    if arguments.json:
-        write_result(arguments.json, result)
+    save(arguments, {"benchmark": "loop.rounds", "cases": found})
 
 
 def measure(case: Case) -> dict[str, Any]:
@@ -59,18 +52,18 @@ def measure(case: Case) -> dict[str, Any]:
         under = [sys.executable, "-m", "benchmarks.loop.round_log", str(log)]
         with DaemonProcess(["--backend", "shm", *flags], folder=folder, under=under) as daemon:
             device = "shm-1" if "--shm-devices" in case.flags else "shm-0"
-            with beside(daemon.socket, device) as steps:
+            with Beside(serve, daemon.socket, device) as engine:
                 site = Site(daemon, time.monotonic)
                 case.run(site)
-            taken = steps()
+            taken = engine.result
         lines = [line.split() for line in log.read_text(encoding="utf-8").splitlines()]
     during = [(what, float(ms)) for at, what, ms in lines if site.began <= float(at) <= site.ended]
     rounds = max((ms for what, ms in during if what == "round"), default=0.0)
     flow, flow_ms = max(
         ((what, ms) for what, ms in during if what != "round"), key=lambda each: each[1], default=("", 0.0)
     )
-    alone = summary([ms for at, ms in taken if site.began - ALONE_SECONDS <= at < site.began])
-    loaded = summary([ms for at, ms in taken if site.began <= at <= site.ended])
+    alone = spread([ms for at, ms in taken if site.began - ALONE_SECONDS <= at < site.began])
+    loaded = spread([ms for at, ms in taken if site.began <= at <= site.ended])
     ratio = loaded["p99"] / alone["p99"]
     row = f"{case.name:26}{rounds:10.2f}{flow_ms:10.2f}  {flow[-30:]:30}"
     row += f"{loaded['p99']:8.2f}{alone['p99']:8.2f}{ratio:7.2f}"
@@ -87,25 +80,7 @@ def measure(case: Case) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def beside(socket: str, device: str) -> Iterator[Callable[[], list[tuple[float, float]]]]:
-    """An engine in a process of its own; afterwards its steps: when each began (``time.monotonic``), milliseconds."""
-    context = mp.get_context("spawn")
-    ends = context.Event()
-    mine, theirs = context.Pipe()
-    engine = context.Process(target=serve, args=(socket, device, theirs, ends))
-    engine.start()
-    mine.recv()
-    taken: list[tuple[float, float]] = []
-    try:
-        yield lambda: taken
-    finally:
-        ends.set()
-        taken += mine.recv()
-        engine.join()
-
-
-def serve(socket: str, device: str, pipe: Connection, ends: Event) -> None:
+def serve(ends: Event, pipe: Connection, socket: str, device: str) -> None:
     """Make steps until told to end."""
     taken: list[tuple[float, float]] = []
     with CacheClient(socket, engine="beside") as client:

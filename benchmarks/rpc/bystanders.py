@@ -14,7 +14,6 @@ A bystander is a process of its own that makes empty calls (health checks) all t
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import multiprocessing as mp
 import subprocess
@@ -23,14 +22,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
+from typing import Any
 
+import grpc
 import numpy as np
 from cachesvc_client import (
     CacheClient,
     CacheClientError,
     DaemonDraining,
-    Lease,
     NotFound,
     PoolExhausted,
     Sequence,
@@ -40,10 +42,10 @@ from cachesvc_client import (
 )
 from cachesvc_client.aio import AsyncCacheClient, AsyncSequence
 from cachesvc_ctl.core.daemon_process import DaemonProcess
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks.rpc.bystander import Bystander, Figures, summary, timed
-from benchmarks.support.machine import describe_machine
-from benchmarks.support.recording import write_result
+from benchmarks.support.calls import Beside, compute, leased, match_ms, match_until, spread, timed_ms
+from benchmarks.support.recording import parser_of, save
 from cachesvc.config import MOVERS
 
 BLOCK_TOKENS = 16
@@ -54,6 +56,7 @@ CONNECTIONS = 11
 PINNED_PAGES = 96_000
 HOST_BLOCKS = 100_000
 ROUNDS = 40
+Figures = dict[str, Any]
 COMMON = ["--backend", "shm"]
 QUIET_SECONDS = 1.0
 CLIENTS = 12
@@ -61,21 +64,19 @@ CLIENTS = 12
 
 def main() -> None:
     """Print what each case found, and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; all without one")
-    parser.add_argument("--json", metavar="OUT")
     parser.add_argument("--backend", choices=("shm", "cuda"), default="shm", help="of the daemons (default shm)")
     arguments = parser.parse_args()
     COMMON[1] = arguments.backend
     unknown = set(arguments.cases) - set(CASES)
     if unknown:
         parser.error(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
-    result: Figures = {"benchmark": "bystanders", "machine": describe_machine()}
+    result: Figures = {"benchmark": "bystanders"}
     for name in arguments.cases or CASES:
         result[name] = CASES[name]()
         print(f"{name:8} " + ", ".join(f"{key} {value}" for key, value in result[name].items()), flush=True)
-    if arguments.json:
-        write_result(arguments.json, result)
+    save(arguments, result)
 
 
 def waits() -> Figures:
@@ -97,7 +98,7 @@ def waits() -> Figures:
         until = time.monotonic() + 6  # two silence limits: a lease whose heartbeats are refused is lost by then
         while time.monotonic() < until:
             try:
-                times.append(timed(lambda: other.match(keys).release()))
+                times.append(timed_ms(lambda: other.match(keys).release()))
             except CacheClientError:
                 refused += 1
         lost = other.is_lost
@@ -107,7 +108,7 @@ def waits() -> Figures:
         "waiting_calls": WAITS,
         "refused": refused,
         "matches": len(times),
-        "match_ms": summary(times) if times else None,
+        "match_ms": spread(times) if times else None,
         "leases_lost": int(lost),
     }
 
@@ -157,15 +158,15 @@ def swap() -> Figures:
         model = client.register("windowed", layout, device_pages=pages, host_pages=[HOST_BLOCKS + 4096, 2048])
         with client.open_lease(model) as lease:
             for _ in range(HOST_BLOCKS // PROMPT_BLOCKS + 1):
-                prefill(lease, rng.bytes(PROMPT_BLOCKS * KEY_BYTES))
-            with Bystander(socket) as bystander:
+                compute(lease, rng.bytes(PROMPT_BLOCKS * KEY_BYTES))
+            with Beside(call_until, socket) as bystander:
                 for _ in range(ROUNDS // 4):
                     sequence = lease.match(rng.bytes(20 * KEY_BYTES))
                     sequence.allocate(20)
                     sequence.swap_out()
                     sequence.wait_swapped(60)
                     sequence.release()
-    return {"host_blocks": HOST_BLOCKS, "bystander_ms": bystander.figures}
+    return {"host_blocks": HOST_BLOCKS, "bystander_ms": spread(bystander.result)}
 
 
 def movers() -> Figures:
@@ -178,13 +179,13 @@ def movers() -> Figures:
         with daemon(*flags) as socket, CacheClient(socket, engine="swapper") as client:
             model = client.register("swapped", layout, device_pages=[PROMPT_BLOCKS + 1024], host_pages=[1024])
             with client.open_lease(model) as lease:
-                prefill(lease, keys)
-                with Bystander(socket, (model, keys)) as alone:
+                compute(lease, keys)
+                with Beside(match_until, socket, model, keys) as alone:
                     time.sleep(QUIET_SECONDS)  # the bystander is measured alone
                 sequence = lease.match(rng.bytes(512 * KEY_BYTES))
                 sequence.allocate(512)
                 began = time.perf_counter()
-                with Bystander(socket, (model, keys)) as beside:
+                with Beside(match_until, socket, model, keys) as beside:
                     for _ in range(ROUNDS):
                         sequence.swap_out()
                         sequence.wait_swapped(60)
@@ -192,7 +193,7 @@ def movers() -> Figures:
                         sequence.wait_loaded(60)
                 rate = 2 * ROUNDS * 512 * layout.page_bytes(0) / (time.perf_counter() - began) / 1e9
                 sequence.release()
-        found[kind] = {"alone_ms": alone.figures, "beside_ms": beside.figures, "gb_per_s": round(rate, 2)}
+        found[kind] = {"alone_ms": spread(alone.result), "beside_ms": spread(beside.result), "gb_per_s": round(rate, 2)}
     return found
 
 
@@ -212,8 +213,8 @@ def stock() -> Figures:
                 held[-1].allocate(count)
                 held[-1].publish(count, keys[: count * KEY_BYTES])
             with lease.step(stock_pages=8) as wanting, plain.step() as without:
-                pairs = [(timed(wanting.submit), timed(without.submit)) for _ in range(ROUNDS * 5)]
-    with_stock, no_stock = (summary(list(times)) for times in zip(*pairs, strict=True))
+                pairs = [(timed_ms(wanting.submit), timed_ms(without.submit)) for _ in range(ROUNDS * 5)]
+    with_stock, no_stock = (spread(list(times)) for times in zip(*pairs, strict=True))
     ratio = round(with_stock["p50"] / no_stock["p50"], 2)
     return {"pinned_pages": PINNED_PAGES, "with_stock_ms": with_stock, "without_ms": no_stock, "ratio": ratio}
 
@@ -230,34 +231,27 @@ def windows() -> Figures:
             groups = len(layout.groups)
             model = client.register(name, layout, device_pages=[4096] * groups, host_pages=[0] * groups)
             leases[name] = client.open_lease(model)
-            prefill(leases[name], keys)
+            compute(leases[name], keys)
         for _ in range(ROUNDS * 5):
             for name, lease in leases.items():
-                began = time.perf_counter()
-                sequence = lease.match(keys)
-                times[name].append((time.perf_counter() - began) * 1e3)
-                assert sequence.device_blocks == PROMPT_BLOCKS
-                sequence.release()
+                times[name].append(match_ms(lease, keys, PROMPT_BLOCKS))
         for lease in leases.values():
             lease.close()
-    found = {f"{name}_ms": summary(each) for name, each in times.items()}
+    found = {f"{name}_ms": spread(each) for name, each in times.items()}
     return {**found, "ratio": round(found["windowed_ms"]["p50"] / found["plain_ms"]["p50"], 2)}
 
 
 def prefill_beside() -> Figures:
     """Long prompts on a full pool, and an empty call of another process meanwhile."""
     rng = np.random.default_rng(5)
-    with daemon("--device-pool", "64MiB", "--host-pool", "1MiB") as socket, CacheClient(socket) as client:
-        model = client.register(
-            "full", opaque(block_bytes=1024, block_tokens=BLOCK_TOKENS), device_pages=[43_000], host_pages=[0]
-        )
-        with client.open_lease(model) as lease:
-            for _ in range(43_000 // PROMPT_BLOCKS + 1):
-                prefill(lease, rng.bytes(PROMPT_BLOCKS * KEY_BYTES))
-            with Bystander(socket) as bystander:
-                for _ in range(ROUNDS):
-                    prefill(lease, rng.bytes(PROMPT_BLOCKS * KEY_BYTES))
-    return {"blocks": PROMPT_BLOCKS, "bystander_ms": bystander.figures}
+    layout = opaque(block_bytes=1024, block_tokens=BLOCK_TOKENS)
+    with daemon("--device-pool", "64MiB", "--host-pool", "1MiB") as socket, leased(socket, layout, 43_000) as lease:
+        for _ in range(43_000 // PROMPT_BLOCKS + 1):
+            compute(lease, rng.bytes(PROMPT_BLOCKS * KEY_BYTES))
+        with Beside(call_until, socket) as bystander:
+            for _ in range(ROUNDS):
+                compute(lease, rng.bytes(PROMPT_BLOCKS * KEY_BYTES))
+    return {"blocks": PROMPT_BLOCKS, "bystander_ms": spread(bystander.result)}
 
 
 def restart() -> Figures:
@@ -285,7 +279,7 @@ def restart() -> Figures:
         "clients": CLIENTS,
         "saw_not_found": sum(each["not_found"] for each in told),
         "told": len(delays),
-        "told_ms_after_first_refusal": summary(delays) if delays else None,
+        "told_ms_after_first_refusal": spread(delays) if delays else None,
     }
 
 
@@ -324,14 +318,17 @@ def call_until_gone(socket: str, answer: Connection) -> None:
     client.close()
 
 
-def prefill(lease: Lease, keys: bytes) -> None:
-    """Compute a whole prompt and let it go."""
-    blocks = len(keys) // KEY_BYTES
-    with lease.match(keys) as sequence:
-        sequence.allocate(blocks)
-        for ticket in sequence.tickets:
-            lease.wait_tickets([ticket.id])
-        sequence.publish(blocks)
+def call_until(ends: Event, pipe: Connection, socket: str) -> None:
+    """For ``Beside``: milliseconds of every empty call."""
+    with grpc.insecure_channel(f"unix:{socket}") as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        check = partial(health.Check, health_pb2.HealthCheckRequest())
+        check()
+        pipe.send("ready")
+        times = []
+        while not ends.is_set():
+            times.append(timed_ms(check))
+    pipe.send(times)
 
 
 @contextmanager

@@ -8,9 +8,7 @@ are the Step's p50 and p99, each question's time, and the daemon's own figure of
 
 from __future__ import annotations
 
-import argparse
 import gc
-import multiprocessing as mp
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,13 +18,13 @@ from typing import Any
 
 import grpc
 import numpy as np
-from cachesvc_client import CacheClient, Lease, opaque
+from cachesvc_client import Lease, opaque
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 from kvcache.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2
 
-from benchmarks.rpc.round_trips import step_times, summary
-from benchmarks.support.machine import describe_machine
-from benchmarks.support.recording import write_result
+from benchmarks.rpc.round_trips import step_times
+from benchmarks.support.calls import Beside, leased, spread
+from benchmarks.support.recording import parser_of, save
 
 CHAIN_BLOCKS = 2048
 SHARED_BLOCKS = 64
@@ -52,8 +50,7 @@ QUESTIONS: dict[str, Ask] = {
 
 def main() -> None:
     """Print a line a question and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", metavar="OUT")
+    parser = parser_of(__doc__)
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=400, help="Steps a figure")
     arguments = parser.parse_args()
@@ -62,9 +59,7 @@ def main() -> None:
         daemon = DaemonProcess(["--backend", "shm", "--device-pool", str(pool), "--host-pool", "0"], folder=folder)
         with daemon:
             result = measure(daemon.socket, arguments.blocks, arguments.rounds)
-    result["machine"] = describe_machine()
-    if arguments.json:
-        write_result(arguments.json, result)
+    save(arguments, result)
 
 
 def measure(socket: str, blocks: int, rounds: int) -> dict[str, object]:
@@ -72,18 +67,16 @@ def measure(socket: str, blocks: int, rounds: int) -> dict[str, object]:
     gc.freeze()
     layout = opaque(block_bytes=BLOCK_BYTES, block_tokens=64)
     questions: dict[str, dict[str, Any]] = {}
-    with CacheClient(socket, engine="bench") as client:
-        registration = client.register("bench", layout, device_pages=[blocks + SPARE_PAGES], host_pages=[0])
-        with client.open_lease(registration) as lease:
-            began = time.perf_counter()
-            fill(lease, blocks)
-            print(f"{blocks:,} blocks published in {time.perf_counter() - began:.0f} s", flush=True)
-            step_times(lease, SEQUENCES, 50, publish=False)
-            alone = summary(step_times(lease, SEQUENCES, rounds, publish=False))
-            print(f"{'alone':12} Step p50 {alone['p50']:.2f} ms, p99 {alone['p99']:.2f} ms", flush=True)
-            for name in QUESTIONS:
-                questions[name] = ask_meanwhile(socket, name, lease, rounds)
-                show(name, questions[name])
+    with leased(socket, layout, blocks + SPARE_PAGES) as lease:
+        began = time.perf_counter()
+        fill(lease, blocks)
+        print(f"{blocks:,} blocks published in {time.perf_counter() - began:.0f} s", flush=True)
+        step_times(lease, SEQUENCES, 50, publish=False)
+        alone = spread(step_times(lease, SEQUENCES, rounds, publish=False))
+        print(f"{'alone':12} Step p50 {alone['p50']:.2f} ms, p99 {alone['p99']:.2f} ms", flush=True)
+        for name in QUESTIONS:
+            questions[name] = ask_meanwhile(socket, name, lease, rounds)
+            show(name, questions[name])
     return {"blocks": blocks, "alone_ms": alone, "questions": questions}
 
 
@@ -114,35 +107,18 @@ def fill(lease: Lease, blocks: int) -> None:
 
 def ask_meanwhile(socket: str, name: str, lease: Lease, rounds: int) -> dict[str, Any]:
     """Steps while another process asks."""
-    context = mp.get_context("spawn")
-    stop = context.Event()
-    mine, theirs = context.Pipe()
-    process = context.Process(target=keep_asking, args=(socket, name, stop, theirs), daemon=True)
-    process.start()
-    mine.recv()
     steps: list[float] = []
-    answered = 0
-    while not answered or len(steps) < rounds:  # at least one whole question
-        steps += step_times(lease, SEQUENCES, 100, publish=False)
-        while mine.poll():
-            mine.recv()
-            answered += 1
-    stop.set()
-    seconds, pause_ms = mine_last(mine)
-    process.join()
-    return {"step_ms": summary(steps), "seconds": seconds, "longest_pause_ms": pause_ms}
+    with Beside(keep_asking, socket, name) as asking:
+        is_answered = False
+        while not is_answered or len(steps) < rounds:  # at least one whole question
+            steps += step_times(lease, SEQUENCES, 100, publish=False)
+            is_answered = is_answered or asking.pipe.poll()
+    seconds, pause_ms = asking.result
+    return {"step_ms": spread(steps), "seconds": seconds, "longest_pause_ms": pause_ms}
 
 
-def mine_last(mine: Connection) -> tuple[float, float]:
-    """The totals, which come last."""
-    while True:
-        said = mine.recv()
-        if isinstance(said, tuple):
-            return said[0], said[1]
-
-
-def keep_asking(socket: str, name: str, stop: Event, answer: Connection) -> None:
-    """Ask again and again; tells each answer, and at the end the median seconds and the longest pause."""
+def keep_asking(stop: Event, answer: Connection, socket: str, name: str) -> None:
+    """Ask again and again. Reports the first answer, and at the end the median seconds and the longest pause."""
     times: list[float] = []
     pause_ms = 0.0
     options = [("grpc.max_receive_message_length", 64 << 20)]
@@ -162,7 +138,8 @@ def keep_asking(socket: str, name: str, stop: Event, answer: Connection) -> None
             if isinstance(said, admin_pb2.VerifyResponse):
                 assert said.ok, said.problems
                 pause_ms = max(pause_ms, said.longest_pause_ms)
-            answer.send("answered")
+            if len(times) == 1:
+                answer.send("answered")
     answer.send((sorted(times)[len(times) // 2], pause_ms))
 
 

@@ -11,12 +11,9 @@ process keeps the copy streams busy (``--quiet``: with idle streams too), with 1
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import multiprocessing as mp
 import re
-import statistics
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -44,8 +41,9 @@ from cachesvc_client.wire.transports import BlockingLane
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks.support.machine import describe_machine
-from benchmarks.support.recording import write_result
+from benchmarks.support.calls import Beside, compute, leased, spread, timed_ms
+from benchmarks.support.daemon_log import told
+from benchmarks.support.recording import parser_of, save
 
 WAYS = {"lane": Transport.AUTO, "grpc": Transport.GRPC}
 BLOCK_TOKENS = 64
@@ -79,15 +77,14 @@ Figures = dict[str, float]
 
 def main() -> None:
     """Print the tables and write JSON."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.rpc", description=__doc__)
-    parser.add_argument("--json", metavar="OUT")
+    parser = parser_of(__doc__, "python -m benchmarks.rpc")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=200, help="calls of each kind and client")
     parser.add_argument("--quiet", action="store_true", help="also measure without swaps")
     parser.add_argument("--daemon", default="", help="further flags of the daemon")
     arguments = parser.parse_args()
     ways: dict[str, dict[str, object]] = {way: {} for way in WAYS}
-    result: dict[str, object] = {"machine": describe_machine(), "block_tokens": BLOCK_TOKENS, **ways}
+    result: dict[str, object] = {"block_tokens": BLOCK_TOKENS, **ways}
     if arguments.daemon:
         result["daemon"] = arguments.daemon
     longest: dict[str, float] = {}
@@ -97,23 +94,21 @@ def main() -> None:
                 figures["without_swaps"] = run(daemon.socket, way, 1, arguments.rounds)
                 keep_longest(longest, daemon)
                 show(f"{way}, 1 client, streams idle", figures["without_swaps"])
-        stop, swapper = start_swapper(daemon.socket)
-        by_clients: dict[str, dict[str, dict[str, object]]] = {way: {} for way in WAYS}
-        for clients in arguments.clients:
-            for way, found in by_clients.items():
-                found[str(clients)] = run(daemon.socket, way, clients, max(20, arguments.rounds // clients))
-                keep_longest(longest, daemon)
-                show(f"{way}, {clients} client(s), while swaps run", found[str(clients)])
-        for way, figures in ways.items():
-            figures.update(next(iter(by_clients[way].values())))
-            figures["by_clients"] = by_clients[way]
-            if max(arguments.clients) >= PACED_ENGINES:
-                paced = run_processes(daemon.socket, way, PACED_ENGINES, PACED_ROUNDS, pace)
-                figures["step_paced_ms"] = {str(PACED_ENGINES): summary(paced["step"])}
-                _line(f"{way}, {PACED_ENGINES} engines, a step each 10 ms", summary(paced["step"]))
-                keep_longest(longest, daemon)
-        stop.set()
-        swapper.join()
+        with Beside(keep_swapping, daemon.socket):
+            by_clients: dict[str, dict[str, dict[str, object]]] = {way: {} for way in WAYS}
+            for clients in arguments.clients:
+                for way, found in by_clients.items():
+                    found[str(clients)] = run(daemon.socket, way, clients, max(20, arguments.rounds // clients))
+                    keep_longest(longest, daemon)
+                    show(f"{way}, {clients} client(s), while swaps run", found[str(clients)])
+            for way, figures in ways.items():
+                figures.update(next(iter(by_clients[way].values())))
+                figures["by_clients"] = by_clients[way]
+                if max(arguments.clients) >= PACED_ENGINES:
+                    paced = run_processes(daemon.socket, way, PACED_ENGINES, PACED_ROUNDS, pace)
+                    figures["step_paced_ms"] = {str(PACED_ENGINES): spread(paced["step"])}
+                    _line(f"{way}, {PACED_ENGINES} engines, a step each 10 ms", spread(paced["step"]))
+                    keep_longest(longest, daemon)
         keep_longest(longest, daemon)
     result["loop_longest_by_flow_ms"] = longest = dict(sorted(longest.items(), key=lambda each: -each[1]))
     result["loop_longest_ms"] = max(longest.values())
@@ -122,8 +117,7 @@ def main() -> None:
     print("for scale, p50 ms of a look-up:")
     for other, look_ups in FOR_SCALE_MS.items():
         print(f"{other:34}" + ", ".join(f"{int(tokens):,} tokens {ms:.2f}" for tokens, ms in look_ups.items()))
-    if arguments.json:
-        write_result(arguments.json, result)
+    save(arguments, result)
 
 
 def show(title: str, figures: object) -> None:
@@ -153,30 +147,15 @@ def keep_longest(longest: dict[str, float], daemon: DaemonProcess) -> None:
 
 def loop_longest_ms(daemon: DaemonProcess) -> dict[str, float]:
     """Longest recent hold of the daemon's event loop by each flow, by the clock."""
-    lines = map(json.loads, daemon.log.read_text(encoding="utf-8").splitlines())
-    port = next(line["metrics_port"] for line in lines if line["event"] == "ready")
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+    with urllib.request.urlopen(f"http://127.0.0.1:{told(daemon, 'ready')['metrics_port']}/metrics") as page:
         found = LOOP_LONGEST.findall(page.read().decode())
     return {flow: float(seconds) * 1e3 for flow, seconds in found}
 
 
-def start_swapper(socket: str) -> tuple[Event, mp.process.BaseProcess]:
-    """A process that keeps a load and a store stream busy until the event is set."""
-    context = mp.get_context("spawn")
-    stop = context.Event()
-    mine, theirs = context.Pipe()
-    process = context.Process(target=keep_swapping, args=(socket, stop, theirs), daemon=True)
-    process.start()
-    mine.recv()
-    return stop, process
-
-
-def keep_swapping(socket: str, stop: Event, ready: Connection) -> None:
+def keep_swapping(stop: Event, ready: Connection, socket: str) -> None:
     """Swap a sequence of 64 MiB out and in, over and over."""
     layout = opaque(block_bytes=SWAP_BLOCK_BYTES, block_tokens=BLOCK_TOKENS)
-    with CacheClient(socket, engine="swapper") as client:
-        registration = client.register("swapper", layout, device_pages=[512], host_pages=[512])
-        lease = client.open_lease(registration)
+    with leased(socket, layout, 512, 512, "swapper") as lease:
         sequence = lease.match(b"")
         sequence.allocate(256)
         while not swapped_out(sequence):
@@ -206,15 +185,15 @@ def run(socket: str, way: str, clients: int, rounds: int) -> dict[str, object]:
     """Figures of ``clients`` processes at once; p50 and p99 over all their calls."""
     merged = run_processes(socket, way, clients, rounds, work)
     return {
-        "ping_ms": summary(merged["ping"]),
+        "ping_ms": spread(merged["ping"]),
         "match_ms": {
-            str(n): {"with_hashing": summary(merged[f"hash {n}"]), "keys_ready": summary(merged[f"match {n}"])}
+            str(n): {"with_hashing": spread(merged[f"hash {n}"]), "keys_ready": spread(merged[f"match {n}"])}
             for n in TOKENS
         },
-        "match_window_ms": {str(n): {"keys_ready": summary(merged[f"window {n}"])} for n in TOKENS},
-        "step_ms": {str(k): summary(merged[f"step {k}"]) for k in SEQUENCES},
-        "step_publish_ms": {str(k): summary(merged[f"step_publish {k}"]) for k in SEQUENCES},
-        "step_ahead_ms": {str(k): summary(merged[f"step_ahead {k}"]) for k in SEQUENCES[-1:]},
+        "match_window_ms": {str(n): {"keys_ready": spread(merged[f"window {n}"])} for n in TOKENS},
+        "step_ms": {str(k): spread(merged[f"step {k}"]) for k in SEQUENCES},
+        "step_publish_ms": {str(k): spread(merged[f"step_publish {k}"]) for k in SEQUENCES},
+        "step_ahead_ms": {str(k): spread(merged[f"step_ahead {k}"]) for k in SEQUENCES[-1:]},
     }
 
 
@@ -244,12 +223,6 @@ def _report(job: Work, arguments: tuple[str, str, int, int, object], answer: Con
     answer.send(job(*arguments))
 
 
-def summary(times_ms: list[float]) -> Figures:
-    """Median and 99th percentile."""
-    ordered = sorted(times_ms)
-    return {"p50": statistics.median(ordered), "p99": ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]}
-
-
 def work(socket: str, way: str, number: int, rounds: int, barrier: object) -> Times:
     """One client process: sets up, waits for the others, measures."""
     layout = opaque(block_bytes=BLOCK_BYTES, block_tokens=BLOCK_TOKENS)
@@ -262,8 +235,8 @@ def work(socket: str, way: str, number: int, rounds: int, barrier: object) -> Ti
             "bench windowed", WINDOWED, device_pages=[WINDOW_BLOCKS] * len(WINDOWED.groups), host_pages=[0, 0]
         )
         with client.open_lease(registration) as lease, client.open_lease(windowed) as other:
-            make_resident(lease, block_keys(registration.namespace, tokens, BLOCK_TOKENS))
-            make_resident(other, block_keys(windowed.namespace, tokens, BLOCK_TOKENS))
+            compute(lease, block_keys(registration.namespace, tokens, BLOCK_TOKENS))
+            compute(other, block_keys(windowed.namespace, tokens, BLOCK_TOKENS))
             barrier.wait()  # type: ignore[attr-defined]
             times["ping"] = repeat(rounds, ping)
             for count in TOKENS:
@@ -313,25 +286,11 @@ def pinging(socket: str, way: str) -> Iterator[Callable[[], object]]:
         life.close()
 
 
-def make_resident(lease: Lease, keys: bytes) -> None:
-    """Publish a whole prompt, unless it is cached already."""
-    with lease.match(keys) as sequence:
-        blocks = len(keys) // 32
-        if sequence.device_blocks < blocks:
-            sequence.allocate(blocks)
-            sequence.publish(blocks)
-
-
 def repeat(rounds: int, call: Callable[[], object]) -> list[float]:
     """Milliseconds of each call, after a few to warm up."""
     for _ in range(5):
         call()
-    out = []
-    for _ in range(rounds):
-        began = time.perf_counter()
-        call()
-        out.append((time.perf_counter() - began) * 1e3)
-    return out
+    return [timed_ms(call) for _ in range(rounds)]
 
 
 def match_times(lease: Lease, rounds: int, keys_of: Callable[[], bytes]) -> list[float]:

@@ -10,11 +10,8 @@ a Step's operations as events. ``tokens``: a token, and a quota of each kind tha
 
 from __future__ import annotations
 
-import argparse
 import gc
 import hashlib
-import json
-import multiprocessing as mp
 import os
 import statistics
 import tempfile
@@ -22,6 +19,7 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from contextlib import ExitStack
+from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -31,8 +29,9 @@ from cachesvc_client import CacheClient, Lease, opaque
 from cachesvc_client.sequence import StepStream
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 
-from benchmarks.support.machine import describe_machine
-from benchmarks.support.recording import write_result
+from benchmarks.support.calls import Beside, compute, match_ms
+from benchmarks.support.daemon_log import told
+from benchmarks.support.recording import parser_of, save
 
 SEQUENCES = 32
 BLOCK_TOKENS = 64
@@ -74,8 +73,7 @@ Times = dict[str, dict[str, list[float]]]
 
 def main() -> None:
     """Print the table and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", metavar="OUT")
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=120)
     parser.add_argument("--steps", type=int, default=40, help="Steps of a round and variant")
     arguments = parser.parse_args()
@@ -86,12 +84,11 @@ def main() -> None:
         for rig in rigs.values():
             rig.round(arguments.steps)
         times = measure(rigs, arguments.rounds, arguments.steps)
-    result = {"machine": describe_machine(), "rounds": arguments.rounds, "steps": arguments.steps, **summary(times)}
+    result = {"rounds": arguments.rounds, "steps": arguments.steps, **summary(times)}
     for name, row in result["variants"].items():
         for call, found in row.items():
             print(f"{name:10}{call:6}p50 {found['p50_ms']:7.3f} ms   against plain {found['cost_percent']:+6.2f} %")
-    if arguments.json:
-        write_result(arguments.json, result)
+    save(arguments, result)
 
 
 def measure(rigs: dict[str, Rig], rounds: int, steps: int) -> Times:
@@ -145,23 +142,16 @@ class Rig:
             self._stack.enter_context(self._daemon)
         finally:
             os.environ.pop("OTEL_TRACES_SAMPLER", None)
-        ready = next(line for line in map(json.loads, self._daemon.log.read_text().splitlines()) if _is_ready(line))
+        ready = told(self._daemon, "ready")
         if ready["metrics_port"]:
-            context = mp.get_context("spawn")
-            stop = context.Event()
-            scraper = context.Process(target=scrape, args=(ready["metrics_port"], stop), daemon=True)
-            scraper.start()
-            self._stack.callback(scraper.join)
-            self._stack.callback(stop.set)
+            self._stack.enter_context(Beside(scrape, ready["metrics_port"]))
         client = self._stack.enter_context(CacheClient(self._daemon.socket, engine="bench", token=self._token))
         layout = opaque(block_bytes=4096, block_tokens=BLOCK_TOKENS)
         registration = client.register("bench", layout, device_pages=[DEVICE_BLOCKS], host_pages=[0])
         self._lease = self._stack.enter_context(client.open_lease(registration))
         self._stream = self._stack.enter_context(self._lease.step(stock_pages=2 * SEQUENCES))
         self._stream.submit()
-        with self._lease.match(self._keys) as sequence:
-            sequence.allocate(MATCHED_BLOCKS)
-            sequence.publish(MATCHED_BLOCKS)
+        compute(self._lease, self._keys)
         return self
 
     def _tokens_file(self) -> str:
@@ -189,26 +179,17 @@ class Rig:
             assert not any(isinstance(result, Exception) for result in results), results
         for sequence in sequences:
             sequence.release()
-        return statistics.median(times), statistics.median(self._match() for _ in range(MATCHES))
-
-    def _match(self) -> float:
-        began = time.perf_counter()
-        sequence = self._lease.match(self._keys)
-        taken = (time.perf_counter() - began) * 1e3
-        assert sequence.device_blocks == MATCHED_BLOCKS
-        sequence.release()
-        return taken
+        return statistics.median(times), statistics.median(
+            match_ms(self._lease, self._keys, MATCHED_BLOCKS) for _ in range(MATCHES)
+        )
 
 
-def scrape(port: int, stop: Event) -> None:
+def scrape(stop: Event, pipe: Connection, port: int) -> None:
     """Read the page every second, as no Prometheus would."""
+    pipe.send("ready")
     while not stop.wait(1.0):
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
             page.read()
-
-
-def _is_ready(line: dict[str, Any]) -> bool:
-    return bool(line["event"] == "ready")
 
 
 if __name__ == "__main__":

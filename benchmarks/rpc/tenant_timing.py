@@ -7,10 +7,8 @@ difference where there is one.
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
-import time
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,8 @@ import numpy.typing as npt
 from cachesvc_client import CacheClient, Lease, block_keys, opaque
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 
-from benchmarks.support.recording import write_result
+from benchmarks.support.calls import compute, match_ms
+from benchmarks.support.recording import parser_of, save
 
 BLOCK_TOKENS = 16
 LAYOUT = opaque(block_bytes=1024, block_tokens=BLOCK_TOKENS, layers=2)
@@ -49,14 +48,6 @@ def prompt(seed: int) -> list[int]:
     return [rng.randrange(50_000) for _ in range(BLOCKS * BLOCK_TOKENS)]
 
 
-def fill(lease: Lease, keys: bytes) -> None:
-    """Compute and publish a prompt."""
-    with lease.match(keys) as sequence:
-        sequence.allocate(BLOCKS)
-        if sequence.hit_blocks < BLOCKS:
-            sequence.publish(BLOCKS)
-
-
 def time_matches(lease: Lease, kinds: dict[str, list[bytes]], samples: int, seed: int) -> dict[str, Times]:
     """Microseconds of ``samples`` Match calls of each kind, in random order."""
     rng = random.Random(seed)
@@ -65,10 +56,7 @@ def time_matches(lease: Lease, kinds: dict[str, list[bytes]], samples: int, seed
     taken: dict[str, list[float]] = {kind: [] for kind in kinds}
     for kind in order:
         keys = rng.choice(kinds[kind])
-        began = time.perf_counter()
-        sequence = lease.match(keys)
-        taken[kind].append((time.perf_counter() - began) * 1e6)
-        sequence.release()
+        taken[kind].append(match_ms(lease, keys) * 1e3)
     return {kind: np.array(values) for kind, values in taken.items()}
 
 
@@ -85,8 +73,8 @@ def measure(samples: int, seed: int) -> dict[str, Any]:
         for number in range(PROMPTS):
             for index, kind in enumerate(kinds):
                 kinds[kind].append(block_keys(mine.namespace, prompt(number * 3 + index), BLOCK_TOKENS))
-            fill(others, block_keys(other.namespace, prompt(number * 3), BLOCK_TOKENS))
-            fill(lease, kinds["own_hit"][-1])
+            compute(others, block_keys(other.namespace, prompt(number * 3), BLOCK_TOKENS))
+            compute(lease, kinds["own_hit"][-1])
         time_matches(lease, kinds, samples // 10, seed)
         times = time_matches(lease, kinds, samples, seed + 1)
     crossing, own = (mann_whitney(times[kind], times["nobodys"]) for kind in ("others_hit", "own_hit"))
@@ -100,18 +88,16 @@ def measure(samples: int, seed: int) -> dict[str, Any]:
 
 def main() -> None:
     """Print the result, and write it where asked."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.rpc.tenant_timing")
+    parser = parser_of(__doc__, "python -m benchmarks.rpc.tenant_timing")
     parser.add_argument("--samples", type=int, default=10_000, metavar="N", help="of each kind (default 10000)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     found = measure(arguments.samples, arguments.seed)
     for kind, median_us in found["median_us"].items():
         print(f"{kind:40} median {median_us:8.1f} us of {arguments.samples:,}")
     for name in ("another_tenants_hit_against_a_miss", "own_hit_against_a_miss"):
         print(f"{name:40} p {found[name]['p']:.4f}, chance slower {found[name]['chance_slower']:.4f}")
-    if arguments.json:
-        write_result(arguments.json, found)
+    save(arguments, found)
 
 
 if __name__ == "__main__":

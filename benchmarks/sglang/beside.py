@@ -20,7 +20,7 @@ from cachesvc_client.plugins.page_book import PageBook
 from cachesvc_client.plugins.request_pages import RequestPages, Wish
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 
-from benchmarks.rpc.bystander import summary
+from benchmarks.support.calls import spread
 from benchmarks.support.machine import describe_machine
 from benchmarks.support.recording import write_result
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
@@ -144,7 +144,7 @@ def measure(rounds: int, seconds: float) -> dict[str, Any]:
 
 
 def _figures(found: dict[str, list[float]]) -> dict[str, Any]:
-    told = {label: {"steps": len(each), **summary(each)} for label, each in found.items()}
+    told = {label: {"steps": len(each), **spread(each)} for label, each in found.items()}
     return {**told, "p99_ratio": round(told["beside"]["p99"] / told["alone"]["p99"], 3)}
 
 

@@ -10,24 +10,22 @@ network namespaces are skipped where there are none, with a message.
 
 from __future__ import annotations
 
-import argparse
-import os
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from cachesvc_client import CacheClient, Lease, opaque
+from cachesvc_client import opaque
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 
+from benchmarks.support.calls import compute, leased, match_ms, timed_ms
 from benchmarks.support.daemon_log import told
-from benchmarks.support.machine import describe_machine
-from benchmarks.support.recording import write_result
+from benchmarks.support.recording import parser_of, save
 from cachesvc.storage.s3.client import S3Options
 from tests.contracts import mooncake_rig, s3_rig
 from tests.e2e.storage import network as network_rig
@@ -44,33 +42,19 @@ WAIT = "wait=250ms&deadline=2s"
 class Caller:
     """An engine of one daemon, with a prompt that is resident whole."""
 
-    def __init__(self, daemon: DaemonProcess) -> None:
-        self._client = CacheClient(daemon.socket, engine="bench")
-        self._client.connect()
+    def __init__(self, daemon: DaemonProcess, stack: ExitStack) -> None:
         layout = opaque(block_bytes=4096, block_tokens=BLOCK_TOKENS, layers=1)
-        registration = self._client.register("bench", layout, device_pages=[16384], host_pages=[16384])
-        self._lease: Lease = self._client.open_lease(registration)
-        self._pool = self._lease.attach(0)
+        self._lease = stack.enter_context(leased(daemon.socket, layout, 16384, 16384))
+        stack.enter_context(self._lease.attach(0))
         self._rng = np.random.default_rng(1)
         self.keys = self._rng.bytes(32 * MATCH_BLOCKS)
-        with self._lease.match(self.keys) as sequence:
-            sequence.allocate(MATCH_BLOCKS)
-            sequence.publish(MATCH_BLOCKS)
-        self.seconds: dict[str, list[float]] = {"match": [], "match_absent": [], "step": []}
+        compute(self._lease, self.keys)
+        self.ms: dict[str, list[float]] = {"match": [], "match_absent": [], "step": []}
 
     def match(self) -> None:
-        """Match a resident prompt."""
-        self._timed("match", self.keys)
-
-    def match_absent(self) -> None:
-        """Match a prompt that no node has."""
-        self._timed("match_absent", self._rng.bytes(32 * MATCH_BLOCKS))
-
-    def _timed(self, name: str, keys: bytes) -> None:
-        began = time.perf_counter()
-        sequence = self._lease.match(keys)
-        self.seconds[name].append(time.perf_counter() - began)
-        sequence.release()
+        """Match a resident prompt, and one that no node has."""
+        self.ms["match"].append(match_ms(self._lease, self.keys))
+        self.ms["match_absent"].append(match_ms(self._lease, self._rng.bytes(32 * MATCH_BLOCKS)))
 
     def steps(self, count: int) -> None:
         """Grow each of the sequences by a block, ``count`` times."""
@@ -80,17 +64,9 @@ class Caller:
                 batch = stream.batch()
                 for sequence in sequences:
                     batch.allocate(sequence, sequence.blocks + 1)
-                began = time.perf_counter()
-                stream.submit(batch)
-                self.seconds["step"].append(time.perf_counter() - began)
+                self.ms["step"].append(timed_ms(partial(stream.submit, batch)))
         for sequence in sequences:
             sequence.release()
-
-    def close(self) -> None:
-        """The end."""
-        self._pool.close()
-        self._lease.close()
-        self._client.close()
 
 
 # -- what is behind the daemon -------------------------------------------------------------------------------------
@@ -237,37 +213,33 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
         plain = stack.enter_context(DaemonProcess(FLAGS))
         daemon = stack.enter_context(DaemonProcess([*FLAGS, *behind.flags], under=behind.under))
         told(daemon, behind.event)
-        callers = [Caller(plain), Caller(daemon)]
+        callers = [Caller(plain, stack), Caller(daemon, stack)]
         behind.harm()
         for _ in range(rounds):
             for caller in callers:
                 for _ in range(CALLS):
                     caller.match()
-                    caller.match_absent()
                 caller.steps(CALLS // 2)
         behind.mend()
-        for caller in callers:
-            caller.close()
         return figures(*callers)
 
 
 def figures(plain: Caller, caller: Caller) -> dict[str, Any]:
     """Milliseconds, and as multiples of those without storage."""
     out: dict[str, Any] = {}
-    for name, seconds in caller.seconds.items():
-        row: dict[str, float] = {"n": len(seconds)}
+    for name, times in caller.ms.items():
+        row: dict[str, float] = {"n": len(times)}
         for share in (50, 99):
-            own, base = (float(np.percentile(each, share)) * 1e3 for each in (seconds, plain.seconds[name]))
+            own, base = (float(np.percentile(each, share)) for each in (times, plain.ms[name]))
             row |= {f"p{share}_ms": round(own, 4), f"plain_p{share}_ms": round(base, 4)}
             row[f"p{share}_ratio"] = round(own / base, 3)
-        out[name] = row | {"max_ms": round(max(seconds) * 1e3, 2)}
+        out[name] = row | {"max_ms": round(max(times), 2)}
     return out
 
 
 def main() -> None:
     """Print and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="cases whose names have this in them")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     said = parser.parse_args()
@@ -281,9 +253,7 @@ def main() -> None:
         cases[name] = measure(name, said.rounds)
         for call, row in cases[name].items():
             print(name, call, row, flush=True)
-    if said.json:
-        machine = {**describe_machine(), "load": f"{os.getloadavg()[0]:.1f}"}
-        write_result(said.json, {"machine": machine, "rounds": said.rounds, "cases": cases})
+    save(said, {"rounds": said.rounds, "cases": cases})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ of the same sizes by as many threads of the same priority; alternating, medians,
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import os
 import shutil
@@ -22,8 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.support.machine import describe_machine
-from benchmarks.support.recording import write_result
+from benchmarks.support.recording import parser_of, save
 from cachesvc.memory.extents import yield_to_callers
 from cachesvc.storage.file.engine import FileOptions, FileStorage
 from cachesvc.storage.objects import ObjectStore, Verb
@@ -94,19 +92,17 @@ def measure_file(folder: Path, size_bytes: int) -> dict[str, Any]:
     store.backend.close()
     shutil.rmtree(raw)
     shutil.rmtree(folder / "cache", ignore_errors=True)
-    return {
-        "bytes": size_bytes,
-        "read_gb_s": round(read.rate, 3),
-        "raw_read_gb_s": round(raw_read.rate, 3),
-        "read_ratio": round(read.rate / raw_read.rate, 3),
-        "read_cpu_s_gb": round(read.cpu_a_gb, 3),
-        "raw_read_cpu_s_gb": round(raw_read.cpu_a_gb, 3),
-        "write_gb_s": round(written.rate, 3),
-        "raw_write_gb_s": round(raw_written.rate, 3),
-        "write_ratio": round(written.rate / raw_written.rate, 3),
-        "write_cpu_s_gb": round(written.cpu_a_gb, 3),
-        "raw_write_cpu_s_gb": round(raw_written.cpu_a_gb, 3),
-    }
+    return {"bytes": size_bytes} | beside_raw(read=(read, raw_read), write=(written, raw_written))
+
+
+def beside_raw(**ways: tuple[Figure, Figure]) -> dict[str, Any]:
+    """Columns of ours and of the raw way, by the name of what was done."""
+    row: dict[str, Any] = {}
+    for way, (own, raw) in ways.items():
+        row |= {f"{way}_gb_s": round(own.rate, 3), f"raw_{way}_gb_s": round(raw.rate, 3)}
+        row[f"{way}_ratio"] = round(own.rate / raw.rate, 3)
+        row |= {f"{way}_cpu_s_gb": round(own.cpu_a_gb, 3), f"raw_{way}_cpu_s_gb": round(raw.cpu_a_gb, 3)}
+    return row
 
 
 def fill(memory: memoryview, seed: int) -> None:
@@ -165,13 +161,11 @@ def read_raw(path: str, head: memoryview, page: memoryview) -> None:
 
 def main() -> None:
     """Print and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--json", type=Path)
     said = parser.parse_args()
     said.folder.mkdir(parents=True, exist_ok=True)
     found = {
-        "machine": {**describe_machine(), "load": f"{os.getloadavg()[0]:.1f}"},
         "threads": THREADS,
         "repetitions": REPETITIONS,
         "file": [measure_file(said.folder, size * MIB) for size in (1, 4)],
@@ -179,8 +173,7 @@ def main() -> None:
     shutil.rmtree(said.folder, ignore_errors=True)
     for row in found["file"]:  # type: ignore[attr-defined]
         print(row)
-    if said.json:
-        write_result(said.json, found)
+    save(said, found)
 
 
 if __name__ == "__main__":

@@ -17,16 +17,16 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cachesvc_client import CacheClient, Lease, opaque
+from cachesvc_client import Lease, opaque
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 
+from benchmarks.support.calls import compute, leased, match_ms
 from benchmarks.support.daemon_log import told
-from benchmarks.support.machine import describe_machine, fail
-from benchmarks.support.recording import write_result
+from benchmarks.support.machine import fail
+from benchmarks.support.recording import parser_of, save
 from cachesvc.peer.borrower import PeerStorage
 from cachesvc.peer.fleet import Answered
 from cachesvc.service.rpc.peer_service import GrpcControl, PeerListening
@@ -36,42 +36,12 @@ BLOCK_BYTES, BLOCK_TOKENS = 4096, 64
 PROMPTS, BLOCKS, SHARED_BLOCKS, SHARERS = 8, 16, 8, 4
 """Prompts of a peer, blocks of each, and the first blocks that ``SHARERS`` peers have."""
 ABSENT_BLOCKS = 64
+LAYOUT = opaque(block_bytes=BLOCK_BYTES, block_tokens=BLOCK_TOKENS, layers=1)
 PAGES = 1024
 LEAST_SHARE, MOST_RATIO = 0.95, 1.2
 FLAGS = ("--backend", "shm", "--device-pool", "16MiB", "--host-pool", "16MiB", "--host-chunk", "2MiB")
 QUIET = ("--movers", "inside", "--calibration", "never", "--log-level", "info")
 WAIT_SECONDS = 120.0
-
-
-class Caller:
-    """An engine of one daemon."""
-
-    def __init__(self, daemon: DaemonProcess) -> None:
-        self._client = CacheClient(daemon.socket, engine="fleet")
-        self._client.connect()
-        self.layout = opaque(block_bytes=BLOCK_BYTES, block_tokens=BLOCK_TOKENS, layers=1)
-        registration = self._client.register("fleet", self.layout, device_pages=[PAGES], host_pages=[PAGES])
-        self.lease: Lease = self._client.open_lease(registration)
-        self.seconds: list[float] = []
-
-    def compute(self, keys: bytes) -> None:
-        """Seal a prompt's blocks."""
-        blocks = len(keys) // 32
-        with self.lease.match(keys) as sequence:
-            sequence.allocate(blocks)
-            sequence.publish(blocks)
-
-    def match(self, keys: bytes) -> None:
-        """Match, and note how long it took."""
-        began = time.perf_counter()
-        sequence = self.lease.match(keys)
-        self.seconds.append(time.perf_counter() - began)
-        sequence.release()
-
-    def close(self) -> None:
-        """End the lease."""
-        self.lease.close()
-        self._client.close()
 
 
 class NotedControl(GrpcControl):
@@ -108,30 +78,29 @@ def measure(said: argparse.Namespace) -> dict[str, Any]:
         daemons = start_peers(said.peers, stack)
         addresses = [f"127.0.0.1:{told(daemon, 'peers_ready')['port']}" for daemon in daemons]
         prompts = [[rng.bytes(32 * BLOCKS) for _ in range(PROMPTS)] for _ in daemons]
-        callers = [Caller(daemon) for daemon in daemons]
-        for at, caller in enumerate(callers):
+        leases = [stack.enter_context(leased(daemon.socket, LAYOUT, PAGES, PAGES, "fleet")) for daemon in daemons]
+        for at, lease in enumerate(leases):
             for number, keys in enumerate(prompts[at]):
-                caller.compute(keys)
+                compute(lease, keys)
                 for other in range(1, SHARERS):
-                    callers[(at + other + number) % len(callers)].compute(keys[: 32 * SHARED_BLOCKS])
-            stack.callback(caller.close)
+                    compute(leases[(at + other + number) % len(leases)], keys[: 32 * SHARED_BLOCKS])
         found = matches(said, addresses, stack, rng)
-        return found | asked_first(callers[0], addresses, prompts)
+        return found | asked_first(leases[0], addresses, prompts)
 
 
 def matches(said: argparse.Namespace, addresses: Sequence[str], stack: ExitStack, rng: Any) -> dict[str, Any]:
     """Matches of absent prompts, with peers and without."""
     flags = {"without": (*FLAGS, *QUIET), "with": (*FLAGS, *QUIET, "--peers", ",".join(addresses))}
-    callers = {}
+    leases = {}
     for name, each in flags.items():
         daemon = stack.enter_context(DaemonProcess(each, whole=True))
-        callers[name] = Caller(daemon)
-        stack.callback(callers[name].close)
+        leases[name] = stack.enter_context(leased(daemon.socket, LAYOUT, PAGES, PAGES, "fleet"))
+    ms: dict[str, list[float]] = {name: [] for name in leases}
     time.sleep(said.settle)  # the digests of all peers come; nothing is timed here
     for _ in range(said.matches):
-        for caller in callers.values():
-            caller.match(rng.bytes(32 * ABSENT_BLOCKS))
-    rows = {name: np.percentile(caller.seconds, (50, 99)) * 1e6 for name, caller in callers.items()}
+        for name, lease in leases.items():
+            ms[name].append(match_ms(lease, rng.bytes(32 * ABSENT_BLOCKS)))
+    rows = {name: np.percentile(times, (50, 99)) * 1e3 for name, times in ms.items()}
     ratio = float(rows["with"][1] / rows["without"][1])
     for name, (p50, p99) in rows.items():
         print(f"{name:>8} peers: a Match of an absent prompt p50 {p50:.0f} us, p99 {p99:.0f} us", flush=True)
@@ -140,7 +109,7 @@ def matches(said: argparse.Namespace, addresses: Sequence[str], stack: ExitStack
     return {"match_absent": spread, "p99_ratio": round(ratio, 3)}
 
 
-def asked_first(caller: Caller, addresses: Sequence[str], prompts: Sequence[Sequence[bytes]]) -> dict[str, Any]:
+def asked_first(lease: Lease, addresses: Sequence[str], prompts: Sequence[Sequence[bytes]]) -> dict[str, Any]:
     """Share of prompts of which the right peer is asked first; and the memory of the digests."""
     asked: list[str] = []
     controls = [NotedControl(address, PeerListening(address), None) for address in addresses]
@@ -153,7 +122,7 @@ def asked_first(caller: Caller, addresses: Sequence[str], prompts: Sequence[Sequ
         if time.monotonic() > until:
             fail("not all peers have told what they have")
         time.sleep(0.05)  # between two looks; nothing is timed here
-    scope = Scope(caller.lease.registration.namespace, caller.layout.fingerprint[:LAYOUT_ID_BYTES])
+    scope = Scope(lease.registration.namespace, LAYOUT.fingerprint[:LAYOUT_ID_BYTES])
     right = questions = 0
     for address, some in zip(addresses, prompts, strict=True):
         for keys in some:
@@ -187,8 +156,7 @@ def exists(peers: PeerStorage, scope: Scope, keys: bytes) -> int:
 
 def main() -> None:
     """Measure, print, and write JSON where asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="OUT")
+    parser = parser_of(__doc__)
     parser.add_argument("--peers", type=int, default=64)
     parser.add_argument("--matches", type=int, default=2000)
     parser.add_argument("--settle", type=float, default=5.0, help="seconds until the digests have come")
@@ -196,9 +164,7 @@ def main() -> None:
     if said.peers <= SHARERS or said.matches < 1:
         fail(f"--peers is more than {SHARERS}, and --matches at least 1")
     found = measure(said)
-    if said.json:
-        facts = {"benchmark": "storage_fleet", "machine": describe_machine(), "peers": said.peers}
-        write_result(said.json, {**facts, "matches": said.matches, **found})
+    save(said, {"benchmark": "storage_fleet", "peers": said.peers, "matches": said.matches, **found})
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,8 +26,8 @@ from cachesvc_client import Expected
 
 from benchmarks.storage.peers import BORROWS, LENDS, SPARE_BLOCKS, TOKEN_BYTES, Peer, fill, running_peer
 from benchmarks.support.daemon_log import told
-from benchmarks.support.machine import describe_machine, fail
-from benchmarks.support.recording import write_result
+from benchmarks.support.machine import fail
+from benchmarks.support.recording import parser_of, save
 
 BLOCK_TOKENS = 16
 PATIENCE_SECONDS = 60.0
@@ -130,8 +129,7 @@ def empty(lender: Peer, borrower: Peer, numbers: Iterator[int]) -> None:
 
 def main() -> None:
     """Measure, print, and write JSON where asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="OUT")
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1536, 8192])
     parser.add_argument("--chunks", type=int, nargs="+", default=[128, 512], help="tokens")
     parser.add_argument("--rates", type=int, nargs="+", default=[10_000, 20_000], help="tokens a second")
@@ -142,9 +140,7 @@ def main() -> None:
     if min(said.tokens) <= min(said.chunks):
         fail("--tokens are more than the least of --chunks: a prefill in one chunk hides nothing")
     rows = [row for tokens in said.tokens for row in measure(said, tokens)]
-    if said.json:
-        facts = {"benchmark": "storage_handover", "machine": describe_machine(), "repeats": said.repeats}
-        write_result(said.json, {**facts, "rows": rows})
+    save(said, {"benchmark": "storage_handover", "repeats": said.repeats, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ right bytes.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
@@ -28,8 +27,7 @@ from cachesvc_lab.replay import EngineSettings, Outcome, ReplayEngine, connect
 from cachesvc_lab.traces import read_trace
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
-from benchmarks.support.machine import describe_machine
-from benchmarks.support.recording import write_result
+from benchmarks.support.recording import parser_of, save
 from cachesvc.model.words import KEY_BYTES
 from cachesvc.storage import seam
 from cachesvc.storage.file.disk import ALIGN_BYTES
@@ -156,7 +154,7 @@ def size_of(folder: Path) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 where a hit differs or a byte is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.storage.kills", description=__doc__)
+    parser = parser_of(__doc__, "python -m benchmarks.storage.kills")
     parser.add_argument("trace", type=Path)
     parser.add_argument("--every", type=float, default=5.0, help="seconds between kills (default 5)")
     parser.add_argument("--kills", type=int, default=10)
@@ -164,7 +162,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--capacity", default="8GiB")
     parser.add_argument("--host-bytes", type=int, default=2 << 30)
     parser.add_argument("--folder", type=Path, required=True, help="on the disk that is meant; emptied")
-    parser.add_argument("--json", type=Path)
     said = parser.parse_args(arguments)
     shutil.rmtree(said.folder, ignore_errors=True)
     said.folder.mkdir(parents=True)
@@ -198,7 +195,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sound = all(row["blocks_hit"] == row["blocks_whole_prefix"] and not row["corrupt_pages"] for row in rows)
     result = {
         "what": "SIGKILL in mid-write: hits of the next daemon against what lay whole on disk",
-        "machine": describe_machine(),
         "trace": said.trace.name,
         "every_seconds": said.every,
         "block_bytes": said.block_bytes,
@@ -206,8 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "sound": sound,
         "rows": rows,
     }
-    if said.json:
-        write_result(said.json, result)
+    save(said, result)
     shutil.rmtree(said.folder, ignore_errors=True)
     return int(not sound)
 

@@ -8,7 +8,6 @@ at once more.
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import os
 import sys
@@ -20,9 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.storage.disk import MIB, SCOPE, Figure, fetch, fill, keep, name_of
-from benchmarks.support.machine import describe_machine, fail
-from benchmarks.support.recording import write_result
+from benchmarks.storage.disk import MIB, SCOPE, Figure, beside_raw, fetch, fill, keep, name_of
+from benchmarks.support.machine import fail
+from benchmarks.support.recording import parser_of, save
 from cachesvc.memory.extents import address_of, yield_to_callers
 from cachesvc.model.errors import Unavailable
 from cachesvc.storage.mooncake import native
@@ -108,13 +107,8 @@ def measure(master: str, raw: Raw, memory: memoryview, raw_memory: memoryview, s
                 raise RuntimeError("a byte is wrong")
             raw_read.time(lambda: by(readers, raw.get, texts))  # noqa: B023
             raw.clear()
-    figures = {"write": (written, raw_written), "read": (read, raw_read)}
-    row: dict[str, Any] = {"bytes": size_bytes, "batch": batch}
-    for way, (own, theirs) in figures.items():
-        row[f"{way}_gb_s"], row[f"raw_{way}_gb_s"] = round(own.rate, 3), round(theirs.rate, 3)
-        row[f"{way}_ratio"] = round(own.rate / theirs.rate, 3)
-        row[f"{way}_cpu_s_gb"], row[f"raw_{way}_cpu_s_gb"] = round(own.cpu_a_gb, 3), round(theirs.cpu_a_gb, 3)
-    return row
+    row = {"bytes": size_bytes, "batch": batch}
+    return row | beside_raw(write=(written, raw_written), read=(read, raw_read))
 
 
 @contextmanager
@@ -130,8 +124,7 @@ def running(options: MooncakeOptions, memory: memoryview) -> Iterator[ObjectStor
 
 def main() -> None:
     """Print and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser = parser_of(__doc__)
     said = parser.parse_args()
     try:
         native.load()
@@ -148,15 +141,9 @@ def main() -> None:
             rows = [measure(store.address, raw, memory, raw_memory, size) for size in SIZES]
         finally:
             store.close()
-    found = {
-        "machine": {**describe_machine(), "load": f"{os.getloadavg()[0]:.1f}"},
-        "repetitions": REPETITIONS,
-        "rows": rows,
-    }
     for row in rows:
         print(row)
-    if said.json:
-        write_result(said.json, found)
+    save(said, {"repetitions": REPETITIONS, "rows": rows})
     sys.stdout.flush()
     os._exit(0)  # the library's own threads would be waited for
 

@@ -27,9 +27,10 @@ from cachesvc_ctl.core.daemon_process import DaemonProcess
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
 from benchmarks.storage.plain_streams import Moved, PlainStreams
+from benchmarks.support.calls import compute
 from benchmarks.support.daemon_log import told
-from benchmarks.support.machine import describe_machine, fail
-from benchmarks.support.recording import write_result
+from benchmarks.support.machine import fail
+from benchmarks.support.recording import parser_of, save
 
 MIB = 1 << 20
 LAYERS, HEADS, HEAD_DIM = 32, 8, 128
@@ -111,9 +112,7 @@ def measure(said: argparse.Namespace, block_tokens: int, plain: PlainStreams) ->
 
 def fill(lender: Peer, keys: bytes, blocks: int) -> None:
     """Have all blocks on the lender's host."""
-    with lender.lease.match(keys) as sequence:
-        sequence.allocate(blocks)
-        sequence.publish(blocks)
+    compute(lender.lease, keys)
     until = time.monotonic() + WAIT_SECONDS
     while True:
         with lender.lease.match(keys) as sequence:
@@ -146,8 +145,7 @@ def row(moved: list[Moved]) -> dict[str, float]:
 
 def main() -> None:
     """Measure, print, and write JSON where asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="OUT")
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--block-tokens", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--repeats", type=int, default=5)
@@ -161,10 +159,9 @@ def main() -> None:
         cases = [measure(said, block_tokens, plain) for block_tokens in said.block_tokens]
     finally:
         plain.close()
-    if said.json:
-        seconds = round(time.monotonic() - began, 1)
-        facts = {"benchmark": "storage_peers", "machine": describe_machine(), "tokens": said.tokens}
-        write_result(said.json, {**facts, "repeats": said.repeats, "seconds": seconds, "cases": cases})
+    seconds = round(time.monotonic() - began, 1)
+    facts = {"benchmark": "storage_peers", "tokens": said.tokens}
+    save(said, {**facts, "repeats": said.repeats, "seconds": seconds, "cases": cases})
 
 
 if __name__ == "__main__":

@@ -7,9 +7,7 @@ this process. Every byte that was read through the engine is looked at once more
 
 from __future__ import annotations
 
-import argparse
 import mmap
-import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.storage.disk import MIB, SCOPE, Figure, fetch, fill, keep, name_of
-from benchmarks.support.machine import describe_machine, fail
-from benchmarks.support.recording import write_result
+from benchmarks.storage.disk import MIB, SCOPE, Figure, beside_raw, fetch, fill, keep, name_of
+from benchmarks.support.machine import fail
+from benchmarks.support.recording import parser_of, save
 from cachesvc.memory.extents import yield_to_callers
 from cachesvc.storage.objects import HEADER_BYTES, ObjectStore
 from cachesvc.storage.s3.client import S3Bucket, S3Options
@@ -77,18 +75,12 @@ def measure(options: S3Options, size_bytes: int) -> dict[str, Any]:
             bucket.delete(texts)
             store.backend.remove(names)
     store.backend.close()
-    row: dict[str, Any] = {"bytes": size_bytes}
-    for way, (own, theirs) in {"write": (written, raw_written), "read": (read, raw_read)}.items():
-        row[f"{way}_gb_s"], row[f"raw_{way}_gb_s"] = round(own.rate, 3), round(theirs.rate, 3)
-        row[f"{way}_ratio"] = round(own.rate / theirs.rate, 3)
-        row[f"{way}_cpu_s_gb"], row[f"raw_{way}_cpu_s_gb"] = round(own.cpu_a_gb, 3), round(theirs.cpu_a_gb, 3)
-    return row
+    return {"bytes": size_bytes} | beside_raw(write=(written, raw_written), read=(read, raw_read))
 
 
 def main() -> None:
     """Print and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser = parser_of(__doc__)
     said = parser.parse_args()
     if why := s3_rig.why_not():
         fail(why)
@@ -102,15 +94,13 @@ def main() -> None:
         finally:
             server.kill()
     found = {
-        "machine": {**describe_machine(), "load": f"{os.getloadavg()[0]:.1f}"},
         "threads": THREADS,
         "repetitions": REPETITIONS,
         "rows": rows,
     }
     for row in rows:
         print(row)
-    if said.json:
-        write_result(said.json, found)
+    save(said, found)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ from cachesvc_client import AttachedPool, CacheClientError, gqa
 from cachesvc_ctl.core.daemon_process import DaemonFailed, DaemonProcess
 
 from benchmarks.support.daemon_log import told
-from benchmarks.support.machine import describe_gpu, describe_machine, fail, require_gpu
-from benchmarks.support.recording import write_result
+from benchmarks.support.machine import fail, require_gpu
+from benchmarks.support.recording import parser_of, save
 from benchmarks.swap.plain_compute import PlainCompute
 from benchmarks.swap.prefill_engine import (
     BLOCK_TOKENS,
@@ -253,8 +253,7 @@ def filesystem_of(folder: Path) -> str:
 
 def main() -> None:
     """Measure, print the table, and write it as JSON where asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="OUT")
+    parser = parser_of(__doc__)
     parser.add_argument("--backend", choices=BACKENDS, default="cuda")
     parser.add_argument("--prefix", type=int, default=32768, help=f"tokens, a multiple of {BLOCK_TOKENS}")
     parser.add_argument("--new", type=int, default=NEW_TOKENS, help="tokens behind it, likewise")
@@ -276,25 +275,23 @@ def main() -> None:
         fail(str(error))
     except KeyboardInterrupt:
         run.left_out["others"] = "interrupted"
-    if said.json:
-        found = {
-            "benchmark": "storage_ttft",
-            "machine": describe_machine() | (describe_gpu() if said.backend == "cuda" else {}),
-            "backend": said.backend,
-            "prefix_tokens": said.prefix,
-            "new_tokens": said.new,
-            "prefix_bytes": run.size_bytes,
-            "readers": said.readers,
-            "seconds": round(time.monotonic() - began, 1),
-            "filesystem": run.filesystem,
-            "direct": run.is_direct,
-            "left_out": run.left_out,
-            "rows": [
-                {name: round(one, 2) if isinstance(one, float) else one for name, one in asdict(row).items()}
-                for row in run.rows
-            ],
-        }
-        write_result(said.json, found)
+    found = {
+        "benchmark": "storage_ttft",
+        "backend": said.backend,
+        "prefix_tokens": said.prefix,
+        "new_tokens": said.new,
+        "prefix_bytes": run.size_bytes,
+        "readers": said.readers,
+        "seconds": round(time.monotonic() - began, 1),
+        "filesystem": run.filesystem,
+        "direct": run.is_direct,
+        "left_out": run.left_out,
+        "rows": [
+            {name: round(one, 2) if isinstance(one, float) else one for name, one in asdict(row).items()}
+            for row in run.rows
+        ],
+    }
+    save(said, found)
 
 
 if __name__ == "__main__":

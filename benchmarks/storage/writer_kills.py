@@ -7,7 +7,6 @@ capacity, every object verifies, and of every path that is there in part its beg
 
 from __future__ import annotations
 
-import argparse
 import json
 import mmap
 import random
@@ -20,8 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.support.machine import describe_machine
-from benchmarks.support.recording import write_result
+from benchmarks.support.recording import parser_of, save
 from cachesvc.storage.file.engine import FileOptions, FileStorage
 from cachesvc.storage.objects import ObjectStore, Verb
 from cachesvc.storage.seam import ObjectName, Outcome, Part, Scope
@@ -159,12 +157,11 @@ def run(folder: Path, kills: int, seed: int = 0) -> list[Found]:
 
 def main() -> int:
     """1 where anything was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", type=int, help="be the writer, from this path on")
-    parser.add_argument("--json", type=Path)
     said = parser.parse_args()
     if said.write is not None:
         write(said.folder, said.write)
@@ -172,7 +169,6 @@ def main() -> int:
     found = run(said.folder, said.kills, said.seed)
     result = {
         "what": "SIGKILL of a writer in mid-write: what the next daemon finds",
-        "machine": describe_machine(),
         "kills": said.kills,
         "unsound": sum(not each.is_sound for each in found),
         "objects_verified": sum(each.objects for each in found),
@@ -183,8 +179,7 @@ def main() -> int:
         "seconds": round(time.monotonic() - began, 1),
     }
     print(json.dumps(result, indent=2))
-    if said.json:
-        write_result(said.json, result)
+    save(said, result)
     return int(bool(result["unsound"]))
 
 

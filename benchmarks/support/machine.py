@@ -18,7 +18,7 @@ DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 def describe_machine() -> dict[str, str]:
-    """Processor, cores, kernel, Python and date."""
+    """CPU, cores, kernel, Python, date, and the load of the last minute."""
     model = next(
         (
             line.partition(":")[2].strip()
@@ -33,6 +33,7 @@ def describe_machine() -> dict[str, str]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "load": f"{os.getloadavg()[0]:.1f}",
     }
 
 

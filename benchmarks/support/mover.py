@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from kvcache.v1.status_pb2 import DeviceStatus
+
 from cachesvc.config import Config
 from cachesvc.hardware import choose_hardware, measure_links
 from cachesvc.memory.host_pool import MAX_CHUNK_BYTES, HostPool, HostSlab
 from cachesvc.memory.interface import Slab
 from cachesvc.model.layout import Layout, Plane, PlaneGroup, device_geometry
-from cachesvc.service.host.device_health import DeviceLine
 from cachesvc.swap.engine import SwapEngine
 
 WAIT_SECONDS = 120.0
@@ -67,9 +68,9 @@ class Mover:
     def start(self) -> None:
         """Start the backend, measure the link, and wait for the whole host pool."""
         self.backend.start()
-        lines: list[DeviceLine] = []
+        lines: list[DeviceStatus] = []
         measure_links(self.config, self.hardware, lines.append)
-        self.link = lines[0].shown() if lines else {}
+        self.link = {field.name: value for field, value in lines[0].ListFields()} if lines else {}
         self.host.start()
         self.host.join_filling()
         if self.host.failure is not None:

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.support.machine import describe_gpu, describe_machine
+
 WIDTH = 110
+
+
+def parser_of(doc: str | None, prog: str | None = None) -> argparse.ArgumentParser:
+    """Parser of a benchmark's command line, with ``--json``. ``doc``: its module's docstring."""
+    parser = argparse.ArgumentParser(prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the result here")
+    return parser
+
+
+def save(said: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Write a result where ``--json`` asks for it, with the machine, and its GPU where ``--backend cuda`` was meant."""
+    if said.json:
+        gpu = describe_gpu() if getattr(said, "backend", "") == "cuda" else {}
+        write_result(said.json, {"machine": describe_machine() | gpu, **found})
 
 
 def write_result(path: str | Path, found: dict[str, Any]) -> None:

@@ -9,20 +9,18 @@ loads of 32k tokens are outstanding, each of which is followed by another one. B
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 
-from benchmarks.support.machine import describe_gpu, describe_machine, fail
+from benchmarks.support.machine import fail
 from benchmarks.support.mover import Arrivals, Mover, two_plane_layout
-from benchmarks.support.recording import write_result
+from benchmarks.support.recording import parser_of, save
 from cachesvc.model.errors import CacheError
 from cachesvc.model.words import Direction, PagePairs, Transfer
 from cachesvc.swap.engine import SwapEngine
@@ -160,8 +158,7 @@ def measure(loads: Loads, rounds: int) -> Result:
 
 def main() -> None:
     """Measure, print the figures, and write them as JSON where asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="OUT")
+    parser = parser_of(__doc__)
     parser.add_argument("--backend", choices=sorted(PLANE_BYTES), default="shm")
     parser.add_argument("--rounds", type=int, default=20)
     arguments = parser.parse_args()
@@ -191,15 +188,13 @@ def main() -> None:
         f"{result.worst_ratio:8.2f}   (budget {BUDGET:g}, first come {result.first_come_ratio:g}), "
         f"{result.gb_per_s:.1f} GB/s in all"
     )
-    if arguments.json:
-        found = {
-            "benchmark": "fairness",
-            "backend": arguments.backend,
-            "machine": describe_machine() | (describe_gpu() if arguments.backend == "cuda" else {}),
-            "link": mover.link,
-            "budget": BUDGET,
-        }
-        write_result(arguments.json, found | asdict(result))
+    found = {
+        "benchmark": "fairness",
+        "backend": arguments.backend,
+        "link": mover.link,
+        "budget": BUDGET,
+    }
+    save(arguments, found | asdict(result))
 
 
 if __name__ == "__main__":

@@ -13,11 +13,9 @@ larger of compute and transfer.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +23,7 @@ from cachesvc_client import CacheClientError, gqa
 from cachesvc_ctl.core.daemon_process import DaemonFailed, DaemonProcess
 
 from benchmarks.support.machine import describe_gpu, describe_machine, fail, require_gpu
-from benchmarks.support.recording import write_result
+from benchmarks.support.recording import parser_of, save
 from benchmarks.swap.prefill_engine import (
     BLOCK_TOKENS,
     NEW_TOKENS,
@@ -146,8 +144,7 @@ def run(prefixes: list[int], repeats: int) -> list[Row]:
 
 def main() -> None:
     """Measure, print the table, and write it as JSON where asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="OUT")
+    parser = parser_of(__doc__)
     parser.add_argument("--prefixes", default="4096,16384,65536", help="tokens, multiples of 64")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
@@ -159,14 +156,13 @@ def main() -> None:
         rows = run(prefixes, arguments.repeats)
     except (DaemonFailed, CacheClientError) as error:
         fail(str(error))
-    if arguments.json:
-        found = {
-            "benchmark": "overlap",
-            "machine": describe_machine() | describe_gpu(),
-            "new_tokens": NEW_TOKENS,
-            "rows": [asdict(row) for row in rows],
-        }
-        write_result(arguments.json, found)
+    found = {
+        "benchmark": "overlap",
+        "machine": describe_machine() | describe_gpu(),
+        "new_tokens": NEW_TOKENS,
+        "rows": [asdict(row) for row in rows],
+    }
+    save(arguments, found)
 
 
 if __name__ == "__main__":

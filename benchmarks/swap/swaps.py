@@ -15,21 +15,19 @@ plain copy (``plain.py``) has as many bytes as the ticket, but 1 GiB at most.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import mmap
 import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import numpy as np
 from cachesvc_client.memory.pool import POLL_S
 
-from benchmarks.support.machine import describe_gpu, describe_machine, fail
+from benchmarks.support.machine import fail
 from benchmarks.support.mover import WAIT_SECONDS, Arrivals, Mover, two_plane_layout
-from benchmarks.support.recording import write_result
+from benchmarks.support.recording import parser_of, save
 from benchmarks.swap.plain import PlainCopies
 from cachesvc.__main__ import SWITCH_SECONDS
 from cachesvc.config import DEVICE_MEMORY, MOVERS
@@ -279,10 +277,7 @@ def run_all(mover: Mover, ground: Ground, pool_bytes: int, repeats: int) -> list
 
 def main() -> None:
     """Measure, print the table, and write it as JSON where asked."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.swap", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser = parser_of(__doc__, "python -m benchmarks.swap")
     parser.add_argument("--backend", choices=sorted(GROUNDS), default="shm")
     parser.add_argument("--pool-mib", type=int, help="bytes on each side (default: shm 1024, cuda 16384)")
     parser.add_argument("--repeats", type=int, default=5)
@@ -311,19 +306,17 @@ def main() -> None:
         rows += run_all(mover, ground, pool_bytes, arguments.repeats)
         link = mover.link
         mover.close()
-    if arguments.json:
-        found = {
-            "benchmark": "swap",
-            "backend": arguments.backend,
-            "machine": describe_machine() | (describe_gpu() if arguments.backend == "cuda" else {}),
-            "numpy": np.__version__,
-            "link": link,
-            "pool_mib": pool_bytes // MIB,
-            "device_memory": arguments.device_memory,
-            "planes": 2 * ground.layers,
-            "seconds": time.monotonic() - began,
-        }
-        write_result(arguments.json, found | {"rows": [asdict(row) for row in rows]})
+    found = {
+        "benchmark": "swap",
+        "backend": arguments.backend,
+        "numpy": np.__version__,
+        "link": link,
+        "pool_mib": pool_bytes // MIB,
+        "device_memory": arguments.device_memory,
+        "planes": 2 * ground.layers,
+        "seconds": time.monotonic() - began,
+    }
+    save(arguments, found | {"rows": [asdict(row) for row in rows]})
 
 
 if __name__ == "__main__":

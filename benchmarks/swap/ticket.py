@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.support.mover import Mover, two_plane_layout
-from benchmarks.support.recording import write_result
+from benchmarks.support.recording import parser_of, save
 from benchmarks.swap.swaps import CHECKED_PAGES, GROUNDS, KIB, MIB, WAYS, Field, check
 from cachesvc.__main__ import SWITCH_SECONDS
 from cachesvc.memory import copy_thread, shm
@@ -290,7 +290,7 @@ def _late(gpu: Gpu, queue: Any, host: Any, device: int) -> None:
 
 def main() -> None:
     """Measure, print, and write as JSON where asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--backend", choices=sorted(GROUNDS), default="shm")
     parser.add_argument("--width", type=int, nargs="+", default=[128, 64, 32], help="KiB of a plane's block")
     parser.add_argument("--mib", type=int, nargs="+", default=[64])
@@ -300,7 +300,6 @@ def main() -> None:
     parser.add_argument("--pool-mib", type=int, default=0)
     parser.add_argument("--free", action="store_true", help="copy nothing (shm)")
     parser.add_argument("--link", action="store_true", help="measure calls and waits of the driver too (cuda)")
-    parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--serve", nargs=4, help=argparse.SUPPRESS)  # how the mover is started
     arguments = parser.parse_args()
     if arguments.serve:
@@ -337,8 +336,7 @@ def main() -> None:
         mover.close()
     if arguments.link and uuid:
         link_table(uuid)
-    if arguments.json:
-        write_result(arguments.json, {"benchmark": "ticket", "backend": arguments.backend, "rows": rows})
+    save(arguments, {"benchmark": "ticket", "backend": arguments.backend, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ A figure is the share of a group's known blocks that are hit; ``relative``: to p
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -28,8 +27,8 @@ from cachesvc_lab.grid import optimal_hits
 from cachesvc_lab.traces import TraceRequest, prompts_of
 from kvcache.v1 import storage_pb2
 
-from benchmarks.support.machine import describe_machine, fail
-from benchmarks.support.recording import write_result
+from benchmarks.support.machine import fail
+from benchmarks.support.recording import parser_of, save
 from tests.contracts import s3_rig
 from tests.e2e.engine import BLOCK_TOKENS, WAIT_SECONDS, Engine, prompt
 from tests.e2e.rig import Node, running_node, wait_until
@@ -188,8 +187,7 @@ def optimum(groups: int) -> float:
 
 def main() -> None:
     """Print each row and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="OUT")
+    parser = parser_of(__doc__)
     parser.add_argument("--layouts", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--groups", type=int, default=6)
@@ -209,9 +207,7 @@ def main() -> None:
             rows.append({"mode": mode, "layout": name, **shares, "relative": round(relative, 3)})
             shown = " ".join(f"{share:.3f}" for share in found)
             print(f"{mode:>14} {name:>11} {shown}  {relative:.3f} {seconds:.1f} s", flush=True)
-    if said.json:
-        facts = {"benchmark": "conversations", "machine": describe_machine(), "optimum": round(best, 3)}
-        write_result(said.json, {**facts, "groups": said.groups, "rows": rows})
+    save(said, {"benchmark": "conversations", "optimum": round(best, 3), "groups": said.groups, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -8,15 +8,13 @@ their window, the pool has the same bytes, and prefix caching is on.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
-from benchmarks.support.machine import describe_machine
-from benchmarks.support.recording import write_result
+from benchmarks.support.recording import parser_of, save
 from benchmarks.windows.capacity_engine import Engine, Outcome, Rules
 from benchmarks.windows.capacity_node import Node
 from benchmarks.windows.capacity_plan import (
@@ -53,8 +51,7 @@ class Case(NamedTuple):
 
 def main() -> None:
     """Print the table and write JSON."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.windows", description=__doc__)
-    parser.add_argument("--json", metavar="OUT")
+    parser = parser_of(__doc__, "python -m benchmarks.windows")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     arguments = parser.parse_args()
     cases = [
@@ -71,8 +68,7 @@ def main() -> None:
             print(f"{note}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
     rows = [joined(case, found[case], found[case._replace(recycles=True)]) for case in cases if not case.recycles]
     show(rows)
-    if arguments.json:
-        write_result(arguments.json, result_of(rows))
+    save(arguments, result_of(rows))
 
 
 def measure(case: Case) -> dict[str, float]:
@@ -169,7 +165,6 @@ def result_of(rows: list[dict[str, object]]) -> dict[str, object]:
             }
             for machine in PROMPTS
         },
-        "machine": describe_machine(),
     }
 
 

@@ -12,7 +12,6 @@ preemptions.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -23,8 +22,8 @@ import numpy as np
 from cachesvc_client import CacheClient, Layout, Lease, Plane, PlaneGroup, TicketView
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 
-from benchmarks.support.machine import describe_gpu, describe_machine, fail, require_gpu
-from benchmarks.support.recording import write_result
+from benchmarks.support.machine import fail, require_gpu
+from benchmarks.support.recording import parser_of, save
 from benchmarks.windows.capacity_plan import pools_shared, pools_split, requests_of
 from examples.batch_requests import BatchCounters, BatchLimits, Request
 from examples.batching import BatchEngine
@@ -144,10 +143,9 @@ class MeteredWorker:
 
 def main() -> None:
     """Print the table and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--backend", choices=("shm", "cuda"), default="shm", help="cuda computes with torch")
     parser.add_argument("--quick", action="store_true", help="a small run, to see that it works")
-    parser.add_argument("--json", metavar="OUT")
     arguments = parser.parse_args()
     is_cuda = arguments.backend == "cuda"
     if is_cuda:
@@ -159,9 +157,7 @@ def main() -> None:
     with DaemonProcess(daemon_flags(arguments.backend, scale)) as daemon:
         rows = [measure_share(daemon.socket, arguments.backend, arrays, scale, share) for share in SHARES]
     show(rows)
-    if arguments.json:
-        found = result_of(arguments.backend, arrays, scale, rows)
-        write_result(arguments.json, found)
+    save(arguments, result_of(arguments.backend, arrays, scale, rows))
 
 
 def daemon_flags(backend: str, scale: Scale) -> list[str]:
@@ -318,7 +314,6 @@ def result_of(backend: str, arrays: Arrays, scale: Scale, rows: list[dict[str, o
             "preemption": "recompute",
             "lanes": arrays.lanes,
         },
-        "machine": {**describe_machine(), **(describe_gpu() if backend == "cuda" else {})},
     }
 
 

@@ -186,6 +186,15 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferTimes:
+    """Monotonic seconds: queued, its first slice started (None: it never was), ended."""
+
+    submitted: float
+    began: float | None
+    ended: float
+
+
+@dataclass(frozen=True, slots=True)
 class TimelineSlot:
     """Words that show the progress of a transfer: layer l is there once ``word`` has reached ``base + l + 1``.
 

@@ -1,9 +1,9 @@
 """Conservation of a large ledger, checked while it goes on, in parts that engines do not notice.
 
 A part takes one of two forms. ``capture`` copies the columns that the part compares, in one go, so that all of it is of
-one moment; ``recount`` compares the copies and may run on another thread. Or ``walk`` looks at the ledger itself, a
-little at a time, and each step holds at its moment. Parts are taken at different moments, which is sound because each
-stands by itself.
+one moment; what it returns compares the copies, reads nothing of the ledger, and may run on another thread. Or ``walk``
+looks at the ledger itself, a little at a time, and each step holds at its moment. Parts are taken at different moments,
+which is sound because each stands by itself.
 """
 
 from __future__ import annotations
@@ -42,11 +42,14 @@ class Check(NamedTuple):
     look: Callable[[], Question[list[str]]]
 
 
-def captured(name: str, capture: Callable[[], Any], recount: Callable[[Any], list[str]]) -> Check:
-    """A part that copies columns in one go, and compares the copies off the loop."""
+Recount = Callable[[], list[str]]
+
+
+def captured(name: str, capture: Callable[[], Recount]) -> Check:
+    """A part that copies columns in one go; ``capture`` returns what compares the copies, off the loop."""
 
     def look() -> Question[list[str]]:
-        return (yield from off_loop(partial(recount, capture())))
+        return (yield from off_loop(capture()))
 
     return Check(name, look)
 
@@ -70,16 +73,16 @@ def block_parts(model: Model) -> list[Check]:
     where = f"model {model.id}"
     out = [
         walked(f"{where}: keys", partial(walk_keys, model)),
-        captured(f"{where}: parents, depths, children", partial(_Tree, model), partial(recount_tree, where)),
+        captured(f"{where}: parents, depths, children", partial(capture_tree, where, model)),
     ]
     for place in index.places:
-        out.append(captured(f"{where}: closure of {place.name}", partial(_Closure, model, place), recount_closure))
+        out.append(captured(f"{where}: closure of {place.name}", partial(capture_closure, model, place)))
         out.append(walked(f"{where}: tables of {place.name}", partial(walk_pieces, model, place)))
         orders: list[tuple[str, LeafOrder, int | None]] = [(place.name, place.leaves, None)]
         orders += [(f"{place.name} group {group}", order, group) for group, order in place.window_leaves.items()]
         for name, order, group in orders:
-            capture = partial(_Candidates, name, model, place, order, group)
-            out.append(captured(f"{where}: candidates of {name}", capture, recount_candidates))
+            capture = partial(capture_candidates, name, model, place, order, group)
+            out.append(captured(f"{where}: candidates of {name}", capture))
             out.append(walked(f"{where}: order of {name}", partial(walk_orders, name, order)))
     return out
 
@@ -116,87 +119,75 @@ def walk_keys(model: Model) -> Iterator[list[str]]:
         yield out
 
 
-class _Tree:
-    def __init__(self, model: Model) -> None:
-        index: BlockIndex = model.blocks.index
-        self.parent, self.depth, self.children = int32s(index.parent), int32s(index.depth), int32s(index.children)
-        self.head, self.continued = int32s(index.head), states(index.continued)
-        has_copy = live_rows(len(index.keys), [place_states(place) for place in index.told])
-        self.live = has_copy | (states(index.bare) != 0)
-        self.known = len(index.rows)
-        self.spare = len(index.spare_rows)
-
-
-def recount_tree(where: str, tree: _Tree) -> list[str]:
+def capture_tree(where: str, model: Model) -> Recount:
     """Parents are there, depths follow, children and chains add up, and every key has a copy, or had one."""
-    out: list[str] = []
-    live = int(tree.live.sum())
-    if live != tree.known:
-        out.append(f"{where}: {tree.known} keys are known, {live} rows have a copy")
-    if tree.spare != len(tree.live) - live:
-        out.append(f"{where}: {tree.spare} rows are spare, {len(tree.live) - live} have no copy")
-    rows = np.flatnonzero(tree.live)
-    parent = tree.parent[rows]
-    rooted = parent == NO_ROW
-    above = np.where(rooted, 0, parent)
-    gone = ~rooted & ~tree.live[above]
-    out += told(rows[gone], lambda row: f"{where} row {row}: its parent {tree.parent[row]} has left the index")
-    wrong = tree.depth[rows] != np.where(rooted, 0, tree.depth[above] + 1)
-    out += told(rows[wrong], lambda row: f"{where} row {row}: depth {tree.depth[row]} does not follow its parent's")
-    counted = np.bincount(parent[~rooted], minlength=len(tree.parent))
-    off = rows[counted[rows] != tree.children[rows]]
-    out += told(off, lambda row: f"{where} row {row}: {tree.children[row]} children counted, {counted[row]} there")
-    return out + _chains(where, tree, rows)
+    index: BlockIndex = model.blocks.index
+    parents, depth, children = int32s(index.parent), int32s(index.depth), int32s(index.children)
+    head, continued = int32s(index.head), states(index.continued)
+    has_copy = live_rows(len(index.keys), [place_states(place) for place in index.told])
+    live = has_copy | (states(index.bare) != 0)
+    known, spare = len(index.rows), len(index.spare_rows)
+
+    def recount() -> list[str]:
+        out: list[str] = []
+        rows = np.flatnonzero(live)
+        if len(rows) != known:
+            out.append(f"{where}: {known} keys are known, {len(rows)} rows have a copy")
+        if spare != len(live) - len(rows):
+            out.append(f"{where}: {spare} rows are spare, {len(live) - len(rows)} have no copy")
+        parent = parents[rows]
+        rooted = parent == NO_ROW
+        above = np.where(rooted, 0, parent)
+        gone = ~rooted & ~live[above]
+        out += told(rows[gone], lambda row: f"{where} row {row}: its parent {parents[row]} has left the index")
+        wrong = depth[rows] != np.where(rooted, 0, depth[above] + 1)
+        out += told(rows[wrong], lambda row: f"{where} row {row}: depth {depth[row]} does not follow its parent's")
+        counted = np.bincount(parent[~rooted], minlength=len(parents))
+        off = rows[counted[rows] != children[rows]]
+        out += told(off, lambda row: f"{where} row {row}: {children[row]} children counted, {counted[row]} there")
+        # At most one child goes on with its parent's chain, and the others begin one.
+        on = rows[head[rows] != rows]
+        above = parents[on]
+        alien = on[(above == NO_ROW) | (head[on] != head[above])]
+        out += told(alien, lambda row: f"{where} row {row}: of chain {head[row]}, but its parent is not")
+        follow = np.bincount(above[above != NO_ROW], minlength=len(parents))
+        off = rows[follow[rows] != continued[rows]]
+        return out + told(off, lambda row: f"{where} row {row}: {follow[row]} children go on with its chain")
+
+    return recount
 
 
-def _chains(where: str, tree: _Tree, rows: Any) -> list[str]:
-    """Check that at most one child goes on with its parent's chain, and that the others begin one."""
-    on = rows[tree.head[rows] != rows]
-    above = tree.parent[on]
-    alien = on[(above == NO_ROW) | (tree.head[on] != tree.head[above])]
-    out = told(alien, lambda row: f"{where} row {row}: of chain {tree.head[row]}, but its parent is not")
-    counted = np.bincount(above[above != NO_ROW], minlength=len(tree.parent))
-    off = rows[counted[rows] != tree.continued[rows]]
-    return out + told(off, lambda row: f"{where} row {row}: {counted[row]} children go on with its chain")
+def capture_closure(model: Model, place: Place) -> Recount:
+    """Full groups move together, nothing is here without its block nor on a device without its parent, and operators'
+    counts of blocks by state are right."""
+    index, name, full, first = model.blocks.index, place.name, place.full_groups, place.lead
+    is_host = place is model.blocks.host
+    parents, children, of_groups = int32s(index.parent), int32s(place.children), place_states(place)
+    by_state = list(place.counts.states)
 
+    def recount() -> list[str]:
+        lead = of_groups[first]
+        there = np.bincount(lead, minlength=len(by_state))
+        out = [
+            f"{name}: {there[state]} blocks are {CopyState(state).name}, {by_state[state]} are counted"
+            for state in (FILLING, READY, DRAINING)
+            if there[state] != by_state[state]
+        ]
+        present: Mask = live_rows(len(parents), [of_groups])
+        for group in full:
+            off = np.flatnonzero(of_groups[group] != lead)
+            out += told(off, lambda row: f"{name} row {row}: full groups are in different states")
+        alone = np.flatnonzero(present & (lead == 0))
+        out += told(alone, lambda row: f"{name} row {row}: a windowed copy without its block")
+        rows = np.flatnonzero(present & (parents != NO_ROW))
+        parent = parents[rows]
+        if not is_host:
+            out += told(rows[~present[parent]], lambda row: f"{name} row {row}: here without its parent")
+        counted = np.bincount(parent, minlength=len(parents))
+        off = np.flatnonzero(counted != children)
+        return out + told(off, lambda row: f"{name} row {row}: {children[row]} children counted, {counted[row]} there")
 
-class _Closure:
-    def __init__(self, model: Model, place: Place) -> None:
-        index = model.blocks.index
-        self.name = place.name
-        self.is_host = place is model.blocks.host
-        self.full, self.lead = place.full_groups, place.lead
-        self.parent = int32s(index.parent)
-        self.children = int32s(place.children)
-        self.states = place_states(place)
-        self.counted = list(place.counts.states)
-
-
-def recount_closure(seen: _Closure) -> list[str]:
-    """Check that full groups move together, that nothing is here without its block nor on a device without its parent,
-    and that operators' counts of blocks by state are right."""
-    there = np.bincount(seen.states[seen.lead], minlength=len(seen.counted))
-    out = [
-        f"{seen.name}: {there[state]} blocks are {CopyState(state).name}, {seen.counted[state]} are counted"
-        for state in (FILLING, READY, DRAINING)
-        if there[state] != seen.counted[state]
-    ]
-    present: Mask = live_rows(len(seen.parent), [seen.states])
-    lead = seen.states[seen.lead]
-    for group in seen.full:
-        off = np.flatnonzero(seen.states[group] != lead)
-        out += told(off, lambda row: f"{seen.name} row {row}: full groups are in different states")
-    alone = np.flatnonzero(present & (lead == 0))
-    out += told(alone, lambda row: f"{seen.name} row {row}: a windowed copy without its block")
-    rows = np.flatnonzero(present & (seen.parent != NO_ROW))
-    parent = seen.parent[rows]
-    if not seen.is_host:
-        out += told(rows[~present[parent]], lambda row: f"{seen.name} row {row}: here without its parent")
-    counted = np.bincount(parent, minlength=len(seen.parent))
-    off = np.flatnonzero(counted != seen.children)
-    return out + told(
-        off, lambda row: f"{seen.name} row {row}: {seen.children[row]} children counted, {counted[row]} there"
-    )
+    return recount
 
 
 def walk_pieces(model: Model, place: Place) -> Iterator[list[str]]:
@@ -219,30 +210,26 @@ def walk_pieces(model: Model, place: Place) -> Iterator[list[str]]:
         yield out
 
 
-class _Candidates:
-    """Candidates filed in one order, and the columns that decide; ``group`` is None for whole blocks."""
+def capture_candidates(name: str, model: Model, place: Place, order: LeafOrder, group: int | None) -> Recount:
+    """Exactly the candidates are filed in one order; ``group`` is None for whole blocks."""
+    index = model.blocks.index
+    filed, counted = states(order.filed), len(order)
+    of_rows = states(place.states[place.lead if group is None else group])
+    pins = int32s(place.pins if group is None else place.window_pins[group])
+    children = int32s(place.children) if group is None else np.zeros(len(of_rows), np.int32)
+    is_moving = uint16s(index.flights) != 0
+    if group is not None:
+        is_moving = np.any([states(each.states[group]) == FILLING for each in index.told], axis=0)
 
-    def __init__(self, name: str, model: Model, place: Place, order: LeafOrder, group: int | None) -> None:
-        index = model.blocks.index
-        self.name = name
-        self.filed = states(order.filed)
-        self.counted = len(order)
-        self.states = states(place.states[place.lead if group is None else group])
-        self.pins = int32s(place.pins if group is None else place.window_pins[group])
-        self.children = int32s(place.children) if group is None else np.zeros(len(self.states), np.int32)
-        self.is_moving = uint16s(index.flights) != 0
-        if group is not None:
-            self.is_moving = np.any([states(each.states[group]) == FILLING for each in index.told], axis=0)
+    def recount() -> list[str]:
+        idle = (of_rows == READY) & (pins == 0) & (children == 0) & ~is_moving
+        out = told(np.flatnonzero(idle & (filed == 0)), lambda row: f"{name} row {row}: may go, but is not filed")
+        out += told(np.flatnonzero(~idle & (filed != 0)), lambda row: f"{name} row {row}: filed, but may not go")
+        if int(filed.sum()) != counted:
+            out.append(f"{name}: {counted} candidates are counted, {int(filed.sum())} are filed")
+        return out
 
-
-def recount_candidates(seen: _Candidates) -> list[str]:
-    """Check that exactly the candidates are filed."""
-    idle = (seen.states == READY) & (seen.pins == 0) & (seen.children == 0) & ~seen.is_moving
-    out = told(np.flatnonzero(idle & (seen.filed == 0)), lambda row: f"{seen.name} row {row}: may go, but is not filed")
-    out += told(np.flatnonzero(~idle & (seen.filed != 0)), lambda row: f"{seen.name} row {row}: filed, but may not go")
-    if int(seen.filed.sum()) != seen.counted:
-        out.append(f"{seen.name}: {seen.counted} candidates are counted, {int(seen.filed.sum())} are filed")
-    return out
+    return recount
 
 
 def walk_orders(name: str, order: LeafOrder) -> Iterator[list[str]]:
@@ -330,7 +317,7 @@ def hold_parts(ledger: Ledger, model: Model) -> list[Check]:
     """Checks of a model's sequences and transfers."""
     where = f"model {model.id}"
     return [
-        captured(f"{where}: pins and transfers", partial(_Holds, ledger, model), recount_holds),
+        captured(f"{where}: pins and transfers", partial(capture_holds, ledger, model)),
         walked(f"{where}: block tables", partial(walk_sequences, ledger, model)),
         walked(f"{where}: tickets", partial(walk_tickets, ledger, model)),
         walked(f"{where}: keys being computed", partial(walk_computing, ledger, model)),
@@ -352,62 +339,63 @@ class _PlaceHolds:
         self.windowed: dict[int, list[int]] = {group: [] for group in place.window_pins}
 
 
-class _Holds:
-    """Pins and transfers as counted by row, and all their holders."""
+def capture_holds(ledger: Ledger, model: Model) -> Recount:
+    """Every pin has its holder and is on a copy that is there, every transfer has its ticket and every filling or
+    draining copy a transfer, and operators' counts of pins are right."""
+    index, where = model.blocks.index, f"model {model.id}"
+    places = {place.number: _PlaceHolds(place) for place in index.told}
+    depth, parent = int32s(index.depth), int32s(index.parent)
+    flights, known = uint16s(index.flights), np.array(sorted(index.flying), np.int64)
+    flying: list[int] = []
+    holds = [
+        hold.pins()
+        for lease in ledger.leases.values()
+        if lease.model == model.id
+        for hold in (*lease.sequences.values(), *lease.prefetches)
+    ]
+    for ticket in ledger.tickets.running.values():
+        if ticket.model == model.id:
+            flying += ticket.rows
+            flying += [drain.row for drain in ticket.drains]
+            if ticket.source is not None:
+                places[ticket.source[0] + 1].pinned.append(ticket.source[1])
+    holds += [model.stored.pins(), *(lent.pins() for lent in model.lent)]
+    holds += [pin.pins() for pin in model.pins.by_key.values()]
+    for number, group, row in chain.from_iterable(holds):
+        place = places[number]
+        (place.pinned if group is None else place.windowed[group]).append(row)
 
-    def __init__(self, ledger: Ledger, model: Model) -> None:
-        index = model.blocks.index
-        self.where = f"model {model.id}"
-        self.places = {place.number: _PlaceHolds(place) for place in index.told}
-        self.depth, self.parent = int32s(index.depth), int32s(index.parent)
-        self.flights: Any = uint16s(index.flights)
-        self.known = np.array(sorted(index.flying), np.int64)
-        self.flying: list[int] = []
-        for lease in ledger.leases.values():
-            for hold in (*lease.sequences.values(), *lease.prefetches) if lease.model == model.id else ():
-                for number, group, row in hold.pins():
-                    place = self.places[number]
-                    (place.pinned if group is None else place.windowed[group]).append(row)
-        for ticket in ledger.tickets.running.values():
-            if ticket.model == model.id:
-                self.flying += ticket.rows
-                self.flying += [drain.row for drain in ticket.drains]
-                if ticket.source is not None:
-                    self.places[ticket.source[0] + 1].pinned.append(ticket.source[1])
-        pins = [*(lent.pins() for lent in model.lent), *(each.pins() for each in model.pins.by_key.values())]
-        for number, group, row in chain(model.stored.pins(), *pins):
-            place = self.places[number]
-            (place.pinned if group is None else place.windowed[group]).append(row)
+    def recount() -> list[str]:
+        rows = len(flights)
+        out: list[str] = []
+        for place in places.values():
+            out += _recount_place(where, place, flights, depth, parent)
+        if not np.array_equal(known, np.flatnonzero(flights)):
+            out.append(f"{where}: {len(known)} rows are known in flight, {np.count_nonzero(flights)} are")
+        return out + _compare(f"{where} row", "transfers", flights, flying, rows)
+
+    return recount
 
 
-def recount_holds(seen: _Holds) -> list[str]:
-    """Check that every pin has its holder and is on a copy that is there, that every transfer has its ticket and every
-    filling or draining copy a transfer, and that operators' counts of pins are right."""
-    rows = len(seen.flights)
-    out: list[str] = []
-    for place in seen.places.values():
-        out += _compare(f"{place.name} row", "pins", place.pins, place.pinned, rows)
-        absent = np.flatnonzero((place.pins > 0) & (place.states[place.lead] == ABSENT))
-        out += told(absent, lambda row, at=place.name: f"{at} row {row}: pinned, but its copy is ABSENT")  # type: ignore[misc]
-        pinned = int((place.pins.astype(np.int64) * (seen.depth + 1)).sum())
-        if pinned != place.counted:
-            out.append(f"{seen.where} {place.name}: {pinned} blocks are pinned, {place.counted} are counted")
-        protected = _count_above(np.flatnonzero(place.pins > 0), seen.parent)
-        if protected != place.protected:
-            out.append(f"{seen.where} {place.name}: pins protect {protected} blocks, {place.protected} are counted")
-        for group, pins in place.windows.items():
-            where = f"{place.name} group {group} row"
-            out += _compare(where, "window pins", pins, place.windowed[group], rows)
-            absent = np.flatnonzero((pins > 0) & (place.states[group] == ABSENT))
-            out += told(absent, lambda row, at=where: f"{at} {row}: a window holds it, but its copy is ABSENT")  # type: ignore[misc]
-        moving = np.zeros(rows, np.bool_)
-        for column in place.states:
-            moving |= (column == FILLING) | (column == DRAINING)
-        alone = np.flatnonzero(moving & (seen.flights == 0))
-        out += told(alone, lambda row, at=place.name: f"{at} row {row}: on its way, but no ticket moves it")  # type: ignore[misc]
-    if not np.array_equal(seen.known, np.flatnonzero(seen.flights)):
-        out.append(f"{seen.where}: {len(seen.known)} rows are known in flight, {np.count_nonzero(seen.flights)} are")
-    return out + _compare(f"{seen.where} row", "transfers", seen.flights, seen.flying, rows)
+def _recount_place(where: str, place: _PlaceHolds, flights: Any, depth: Any, parent: Any) -> list[str]:
+    name, rows = place.name, len(flights)
+    out = _compare(f"{name} row", "pins", place.pins, place.pinned, rows)
+    absent = np.flatnonzero((place.pins > 0) & (place.states[place.lead] == ABSENT))
+    out += told(absent, lambda row: f"{name} row {row}: pinned, but its copy is ABSENT")
+    pinned = int((place.pins.astype(np.int64) * (depth + 1)).sum())
+    if pinned != place.counted:
+        out.append(f"{where} {name}: {pinned} blocks are pinned, {place.counted} are counted")
+    protected = _count_above(np.flatnonzero(place.pins > 0), parent)
+    if protected != place.protected:
+        out.append(f"{where} {name}: pins protect {protected} blocks, {place.protected} are counted")
+    for group, pins in place.windows.items():
+        at = f"{name} group {group} row"
+        out += _compare(at, "window pins", pins, place.windowed[group], rows)
+        absent = np.flatnonzero((pins > 0) & (place.states[group] == ABSENT))
+        out += told(absent, lambda row, at=at: f"{at} {row}: a window holds it, but its copy is ABSENT")  # type: ignore[misc]
+    moving = np.any([(column == FILLING) | (column == DRAINING) for column in place.states], axis=0)
+    alone = np.flatnonzero(moving & (flights == 0))
+    return out + told(alone, lambda row: f"{name} row {row}: on its way, but no ticket moves it")
 
 
 def _count_above(rows: Any, parent: Any) -> int:
@@ -572,14 +560,13 @@ class PlacePages:
 
 def page_parts(ledger: Ledger, model: Model) -> list[Check]:
     return [
-        captured(
-            f"model {model.id}: pages of {place.name}", partial(capture_pages, ledger, model, place), recount_pages
-        )
+        captured(f"model {model.id}: pages of {place.name}", partial(capture_pages, ledger, model, place))
         for place in model.blocks.index.places
     ]
 
 
-def capture_pages(ledger: Ledger, model: Model, place: Place) -> PlacePages:
+def capture_pages(ledger: Ledger, model: Model, place: Place) -> Recount:
+    """Every page has one holder, of its group and in its state; counts and runs of free pages are right."""
     seen = PlacePages(
         place.name,
         place_states(place),
@@ -592,7 +579,7 @@ def capture_pages(ledger: Ledger, model: Model, place: Place) -> PlacePages:
         _device_holders(ledger, model, place.number - 1, seen)
     for group, pool in enumerate(place.pools):
         _hold(seen, group, PageState.QUARANTINED, "copies that never ended", pool.stuck)
-    return seen
+    return partial(recount_pages, seen)
 
 
 def _pool(place: Place, groups: tuple[int, ...]) -> PoolColumns:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from enum import IntEnum
 from functools import partial
-from typing import NamedTuple
 
-from kvcache.v1 import admin_pb2, inspect_pb2
+from kvcache.v1 import admin_pb2, event_pb2, inspect_pb2
 
 from cachesvc.ledger.change_log import STORAGE, Cause, Event, Kind, place_name
 from cachesvc.ledger.ledger import Model
@@ -296,36 +294,6 @@ CHANGES_AT_ONCE = 1024
 """Most changes of one answer: a millisecond or two of the ledger thread."""
 
 
-class Position(IntEnum):
-    """Position of an answer in a snapshot. Values of the API."""
-
-    NONE = 0
-    FIRST = 1
-    MORE = 2
-    LAST = 3
-
-
-class BlockRun(NamedTuple):
-    """Changes that follow one another. ``parent``: of the first key; each further key's parent is the one before."""
-
-    kind: Kind
-    cause: Cause | None
-    present: bool
-    group: int
-    place: int
-    parent: bytes
-    keys: bytearray
-
-
-class Changes(NamedTuple):
-    """One answer: changes ``first`` to ``last``, or a piece of a snapshot as of change ``last``."""
-
-    part: Position
-    first: int
-    last: int
-    runs: list[BlockRun]
-
-
 def find_model(view: View, model_id: int, namespace: bytes) -> Model:
     """The model that a follower names. Raises NotOwned where it does not prove that it may, NotFound, InvalidRequest.
 
@@ -373,7 +341,7 @@ class Feed:
         self._changes_at_once = changes_at_once
         self._next = journal.last + 1 if after is None else after + 1
         self._row = 0 if snapshot else NO_ROW
-        self._part = Position.FIRST if snapshot else Position.NONE
+        self._part = event_pb2.SNAPSHOT_PART_FIRST if snapshot else event_pb2.SNAPSHOT_PART_UNSPECIFIED
         self._has_begun = snapshot
 
     @property
@@ -391,46 +359,60 @@ class Feed:
         """True once the next change that it needs is no longer known."""
         return self._next < self._journal.first
 
-    def next(self) -> Changes | None:
-        """The next answer; None while there is nothing to tell. Raises SubscriberTooSlow."""
+    def next(self) -> event_pb2.SubscribeResponse | None:
+        """The next answer, without the epoch; None while there is nothing to report. Raises SubscriberTooSlow."""
         if self.is_overrun:
             raise SubscriberTooSlow(self.behind, self._journal.keep)
         if self._row != NO_ROW:
             return self._piece()
         if not self._has_begun:  # so that a follower knows where it stands before anything happens
             self._has_begun = True
-            return Changes(Position.NONE, self._next, self._next - 1, [])
+            return self._answer(self._next, [])
         if not self.behind:
             return None
         first = self._next
-        runs = runs_of(self._take())
-        return Changes(Position.NONE, first, self._next - 1, runs)
+        return self._answer(first, runs_of(self._take()))
+
+    def _answer(
+        self,
+        first: int,
+        runs: list[event_pb2.BlockRun],
+        part: event_pb2.SnapshotPart.ValueType = event_pb2.SNAPSHOT_PART_UNSPECIFIED,
+    ) -> event_pb2.SubscribeResponse:
+        return event_pb2.SubscribeResponse(
+            model_id=self.model.id,
+            first_sequence_number=first,
+            sequence_number=self._next - 1,
+            snapshot_part=part,
+            runs=runs,
+        )
 
     def _take(self) -> list[Event]:
         events = self._journal.read(self._next, self._changes_at_once)
         self._next += len(events)
         return events if self._storage else [event for event in events if event.place != STORAGE]
 
-    def _piece(self) -> Changes:
+    def _piece(self) -> event_pb2.SubscribeResponse:
         passed = self._row
         runs = runs_of(event for event in self._take() if event.row < passed)
-        part, self._part = self._part, Position.MORE
+        part, self._part = self._part, event_pb2.SNAPSHOT_PART_MORE
         if not self.behind:
             rows = len(self.model.blocks.index.keys)
             if passed < rows:
                 self._row = min(rows, passed + self._rows_at_once)
                 runs += self._read(passed, self._row)
-            elif part is not Position.FIRST:
+            elif part != event_pb2.SNAPSHOT_PART_FIRST:
                 self._row = NO_ROW
-                part = Position.LAST
-        return Changes(part, 0, self._next - 1, runs)
+                part = event_pb2.SNAPSHOT_PART_LAST
+        return self._answer(0, runs, part)
 
-    def _read(self, start: int, stop: int) -> list[BlockRun]:
+    def _read(self, start: int, stop: int) -> list[event_pb2.BlockRun]:
         """Runs of blocks in rows ``start`` to ``stop`` now, as far as the journal has reported them."""
         index = self.model.blocks.index
-        runs: list[BlockRun] = []
+        runs: list[event_pb2.BlockRun] = []
         for place in index.told:
             for group, states in enumerate(place.states):
+                found: list[tuple[bytes, bytearray]] = []  # the parent of a run's first key, and its keys
                 above = -2  # no row's parent
                 for row in range(start, stop):
                     if states[row] < READY:
@@ -438,41 +420,59 @@ class Feed:
                     key, parent = index.keys[row] or b"", index.parent[row]
                     if parent != above or parent == NO_ROW:
                         root = b"" if parent == NO_ROW else index.keys[parent] or b""
-                        runs.append(BlockRun(Kind.STORED, None, True, group, place.number, root, bytearray()))
-                    runs[-1].keys.extend(key)
+                        found.append((root, bytearray()))
+                    found[-1][1].extend(key)
                     above = row
+                runs += [_run(Kind.STORED, None, True, place.number, group, parent, keys) for parent, keys in found]
         return runs + self._read_stored(start, stop) if self._storage else runs
 
-    def _read_stored(self, start: int, stop: int) -> list[BlockRun]:
+    def _read_stored(self, start: int, stop: int) -> list[event_pb2.BlockRun]:
         """Blocks of rows ``start`` to ``stop`` that are known to be in storage. What lies there alone has no row."""
         index, written = self.model.blocks.index, self.model.stored.written
-        runs: list[BlockRun] = []
+        runs: list[event_pb2.BlockRun] = []
         for row in range(start, stop):
             key = index.keys[row]
             if key is not None and key in written:
                 above = index.parent[row]
                 parent = b"" if above == NO_ROW else index.keys[above] or b""
                 runs += [
-                    BlockRun(Kind.TIER_CHANGED, None, True, group, STORAGE, parent, bytearray(key))
+                    _run(Kind.TIER_CHANGED, None, True, STORAGE, group, parent, key)
                     for group in self.model.layout.full_groups
                 ]
         return runs
 
 
-def runs_of(events: Iterable[Event]) -> list[BlockRun]:
+def runs_of(events: Iterable[Event]) -> list[event_pb2.BlockRun]:
     """Events as runs. Only changes of different groups may change places with one another."""
-    out: list[BlockRun] = []
-    open_runs: dict[int, tuple[BlockRun, bytes]] = {}
+    # Keys grow in bytearrays, not in messages, which would copy them with each.
+    out: list[tuple[Event, bytearray]] = []
+    open_runs: dict[int, tuple[bytearray, bytes]] = {}
     alike: tuple[Kind, Cause, bool, int] | None = None
     for event in events:
         now = (event.kind, event.cause, event.present, event.place)
         if now != alike:
             alike = now
             open_runs.clear()
-        run, last = open_runs.get(event.group, (None, b""))
-        if run is None or (event.present and event.parent != last):
-            run = BlockRun(event.kind, event.cause, event.present, event.group, event.place, event.parent, bytearray())
-            out.append(run)
-        run.keys.extend(event.key)
-        open_runs[event.group] = (run, event.key)
-    return out
+        keys, last = open_runs.get(event.group, (None, b""))
+        if keys is None or (event.present and event.parent != last):
+            keys = bytearray()
+            out.append((event, keys))
+        keys.extend(event.key)
+        open_runs[event.group] = (keys, event.key)
+    return [_run(e.kind, e.cause, e.present, e.place, e.group, e.parent, keys) for e, keys in out]
+
+
+def _run(
+    kind: Kind, cause: Cause | None, present: bool, place: int, group: int, parent: bytes, keys: bytes | bytearray
+) -> event_pb2.BlockRun:
+    tier = Tier.STORAGE if place == STORAGE else Tier.DEVICE if place else Tier.HOST
+    return event_pb2.BlockRun(
+        kind=event_pb2.EventKind.ValueType(kind),
+        present=present,
+        keys=bytes(keys),
+        parent_key=parent,
+        group=group,
+        tier=tier.value,
+        replica=place - 1 if tier is Tier.DEVICE else 0,
+        reason="" if cause is None else cause.name.lower(),
+    )

@@ -19,10 +19,10 @@ from cachesvc.memory.interface import Slab
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, Unavailable
 from cachesvc.model.layout import Geometry, Layout, device_geometry, host_geometry
 from cachesvc.model.numbers import Histogram
-from cachesvc.model.words import CopiesHang, Direction, TimelineSlot, Transfer, Urgency
+from cachesvc.model.words import CopiesHang, Direction, TimelineSlot, Transfer, TransferTimes, Urgency
 from cachesvc.swap.movers import Movers, RankEnd, RankJob, SlotPool
 from cachesvc.swap.planner import ALL_BUT_FIRST, PEER_RATE, GroupMove, Pool
-from cachesvc.telemetry.tracing import Tracer, TransferSpan, TransferTimes
+from cachesvc.telemetry.tracing import Tracer, TransferSpan
 
 log = logging.getLogger(__name__)
 

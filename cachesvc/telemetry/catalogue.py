@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 PREFIX = "cachesvc_"
 MODEL = ("model", "model_id")
@@ -26,8 +27,8 @@ class MetricKind(Enum):
 class Metric:
     """One family. ``name`` is without the prefix and, of counters, without Prometheus' ``_total``."""
 
-    name: str
     kind: MetricKind
+    name: str
     labels: tuple[str, ...]
     meaning: str
 
@@ -36,17 +37,7 @@ class Metric:
         return PREFIX + self.name + ("_total" if self.kind is MetricKind.COUNTER else "")
 
 
-def _counter(name: str, labels: tuple[str, ...], meaning: str) -> Metric:
-    return Metric(name, MetricKind.COUNTER, labels, meaning)
-
-
-def _gauge(name: str, labels: tuple[str, ...], meaning: str) -> Metric:
-    return Metric(name, MetricKind.GAUGE, labels, meaning)
-
-
-def _histogram(name: str, labels: tuple[str, ...], meaning: str) -> Metric:
-    return Metric(name, MetricKind.HISTOGRAM, labels, meaning)
-
+_counter, _gauge, _histogram = (partial(Metric, kind) for kind in MetricKind)
 
 SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Is it hitting, and if not, why": (

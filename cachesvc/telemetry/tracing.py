@@ -10,21 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
-from cachesvc.model.words import Transfer
+from cachesvc.model.words import Transfer, TransferTimes
 
 Metadata = Iterable[tuple[str, str | bytes]]
 _HEADERS = ("traceparent", "tracestate")
 _SAMPLED = 1
-
-
-class TransferTimes(NamedTuple):
-    """Monotonic seconds: queued, its first slice started (None: it never was), ended."""
-
-    submitted: float
-    began: float | None
-    ended: float
 
 
 class Span:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from cachesvc_client.core.errors import NotSupported
 
-from cachesvc.model.layout import Layout
 from cachesvc.model.text import module_command
 from cachesvc_ctl.core.command import Command, describe_bytes, flag, table
 from gpu_ops.calibration import LinkFigures, calibrate
@@ -50,6 +48,7 @@ class Check(Command):
 GIB = 1 << 30
 DAEMON_BYTES = GIB
 """Memory that the daemon takes of a GPU beside its pool: a context of 0.3 GiB on an H100, and pins of the host pool."""
+POOL_STEP_BYTES = 256 << 20
 ACTIVATION_BYTES = 4 * GIB
 """Default for activations and CUDA graphs of vLLM with batches of 8k to 16k tokens."""
 HOST_TIMES = 3
@@ -71,12 +70,6 @@ class Memory:
     def pool(self, ranks: int) -> int:
         """Bytes that are left for the device pool of one of ``ranks`` GPUs; negative where nothing is."""
         return self.gpu - -(-self.weights // ranks) - self.activations - DAEMON_BYTES
-
-
-class Held(NamedTuple):
-    tokens: int
-    kv_bytes: int
-    requests: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +156,6 @@ def remedy(memory: Memory, ranks: int) -> str:
     more = next((tried for tried in RANKS_TRIED if tried > ranks and memory.pool(tried) > 0), None)
     ways = [f"--tp {more} leaves {describe_bytes(memory.pool(more))}"] if more is not None else []
     return ", or ".join([*ways, "quantised weights (--weights)", "fewer --activations (smaller batches)"])
-
-
-def make_plan(layout: Layout, memory: Memory, tokens: int, fits: Callable[[int, int], Held]) -> Plan:
-    """Plan for a layout. ``fits(pool_bytes, tokens)``: what a pool holds, requests of that length among it."""
-    pool_bytes = memory.pool(layout.ranks) // (256 << 20) * (256 << 20)
-    held = fits(pool_bytes, tokens)
-    return Plan(layout.ranks, memory, pool_bytes, held.kv_bytes, held.tokens, tokens, held.requests)
 
 
 WIDTHS = (4 << 10, 8 << 10, 16 << 10, 32 << 10, 128 << 10)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ from cachesvc_client.layouts.hf_config import AUTO, HeadWindows, layout_of_confi
 
 from cachesvc.model.layout import Layout, device_bytes
 from cachesvc.model.text import parse_size
-from cachesvc_ctl.check import ACTIVATION_BYTES, Held, Memory, Plan, make_plan, remedy, weights_beside
-from cachesvc_ctl.core.command import Command, describe_bytes, flag, table
+from cachesvc_ctl.check import ACTIVATION_BYTES, POOL_STEP_BYTES, Memory, Plan, remedy, weights_beside
+from cachesvc_ctl.core.command import Command, Table, describe_bytes, flag, table
 
 MAX_SEQUENCE_TOKENS = 1 << 31
 MAX_CONFIG_BYTES = 16 << 20
@@ -141,7 +140,13 @@ class LayoutOfModel(Command):
                 f"weights of {describe_bytes(weights)} on {layout.ranks} GPUs of {said.gpu_memory} leave no pool; try "
                 f"{remedy(memory, layout.ranks)}"
             )
-        return make_plan(layout, memory, tokens or PLANNED_TOKENS, partial(_held, layout))
+        pool_bytes = memory.pool(layout.ranks) // POOL_STEP_BYTES * POOL_STEP_BYTES
+        blocks = fit(layout, block_pages(layout), pool_bytes)
+        kv_bytes = sum(blocks.pages[pool[0]] * max(map(layout.page_bytes, pool)) for pool in layout.pools)
+        tokens = tokens or PLANNED_TOKENS
+        requests = fit(layout, sequence_pages(layout, tokens), pool_bytes).count
+        held_tokens = blocks.count * layout.block_tokens
+        return Plan(layout.ranks, memory, pool_bytes, kv_bytes, held_tokens, tokens, requests)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -151,14 +156,6 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise InvalidRequest(f"{path} holds no JSON object")
     return config
-
-
-def _held(layout: Layout, pool_bytes: int, tokens: int) -> Held:
-    """Content of a pool: its tokens in every group, its bytes, and sequences of ``tokens`` tokens while they decode."""
-    blocks = fit(layout, block_pages(layout), pool_bytes)
-    kv_bytes = sum(blocks.pages[pool[0]] * max(map(layout.page_bytes, pool)) for pool in layout.pools)
-    sequences = fit(layout, sequence_pages(layout, tokens), pool_bytes).count
-    return Held(blocks.count * layout.block_tokens, kv_bytes, sequences)
 
 
 def _read_json(path: Path) -> Any:
@@ -296,8 +293,8 @@ def describe(
     fingerprint = layout.fingerprint.hex()[:12]
     parts = [
         f"{model_type}: {layout.layers} layers, {ranks}, blocks of {layout.block_tokens} tokens, layout {fingerprint}",
-        _planes_table(plane_rows(layout)),
-        _groups_table(rows),
+        PLANES.text(plane_rows(layout)),
+        GROUPS.text(rows),
         _bytes_table(layout, rows),
     ]
     if any(padding):
@@ -307,38 +304,24 @@ def describe(
     return "\n\n".join(parts)
 
 
-def _planes_table(rows: Sequence[PlaneRow]) -> str:
-    head = ("group", "plane", "layers", "which", "page shape", "dtype", "bytes a page")
-    cells = [
-        (
-            row.group,
-            row.plane,
-            len(row.layers),
-            describe_layers(row.layers),
-            " x ".join(map(str, row.page_shape)),
-            row.dtype,
-            row.page_bytes,
-        )
-        for row in rows
-    ]
-    return table(head, cells)
-
-
-def _groups_table(rows: Sequence[GroupRow]) -> str:
-    head = ("group", "window", "sinks", "on every rank", "bytes a block, one rank", "all ranks", "host")
-    cells = [
-        (
-            row.group,
-            "a state" if row.is_state else "none" if row.window_tokens is None else f"{row.window_tokens:,} tokens",
-            f"{row.sink_tokens:,} tokens" if row.sink_tokens else "none",
-            "the same bytes" if row.replicated else "its own heads",
-            row.rank_block_bytes,
-            row.device_block_bytes,
-            row.host_block_bytes,
-        )
-        for row in rows
-    ]
-    return table(head, cells)
+PLANES = Table(
+    "group | plane | layers=count | which | page shape=shape | dtype | bytes a page=page",
+    count=lambda row: len(row.layers),
+    which=lambda row: describe_layers(row.layers),
+    shape=lambda row: " x ".join(map(str, row.page_shape)),
+    page=lambda row: row.page_bytes,
+)
+GROUPS = Table(
+    "group | window | sinks | on every rank=replicated | bytes a block, one rank=rank | all ranks=devices | host",
+    window=lambda row: (
+        "a state" if row.is_state else "none" if row.window_tokens is None else f"{row.window_tokens:,} tokens"
+    ),
+    sinks=lambda row: f"{row.sink_tokens:,} tokens" if row.sink_tokens else "none",
+    replicated=lambda row: "the same bytes" if row.replicated else "its own heads",
+    rank=lambda row: row.rank_block_bytes,
+    devices=lambda row: row.device_block_bytes,
+    host=lambda row: row.host_block_bytes,
+)
 
 
 def _bytes_table(layout: Layout, rows: Sequence[GroupRow]) -> str:

@@ -15,9 +15,8 @@ from textual.containers import Horizontal, Vertical
 from textual.widgets import DataTable, Footer, Static
 from textual.worker import get_current_worker
 
-from cachesvc_ctl.core.command import Target, describe_bytes, one_line
-from cachesvc_ctl.status import describe_hits
-from cachesvc_ctl.top import (
+from cachesvc_ctl.core.command import Target, one_line
+from cachesvc_ctl.looks import (
     MARKS,
     TITLE,
     History,
@@ -29,10 +28,12 @@ from cachesvc_ctl.top import (
     per_second,
     percent,
     pool_title,
+    pool_use,
     spark,
     take_look,
     ticket_rows,
 )
+from cachesvc_ctl.status import describe_hits
 
 COLOURS = dict(zip(MARKS, ("green", "dodger_blue1", "yellow", "red"), strict=True))
 LEGEND = ("cached", "requests' own", "moving", "quarantined")
@@ -213,8 +214,7 @@ def _pools(look: Look, width: int) -> Text:
         text.append(f"{pool_title(pool)} ")
         for mark in bar(pool, wide):
             text.append(" " if mark == " " else "█", COLOURS.get(mark))
-        used = 1 - pool.free / pool.capacity if pool.capacity else 0.0
-        text.append(f" {used:4.0%} of {pool.capacity:,} x {describe_bytes(pool.page_bytes)}\n")
+        text.append(f" {pool_use(pool)}\n")
     if len(pools) > MOST_POOLS:
         text.append(f"and {len(pools) - MOST_POOLS} more pools")
     for mark, name in zip(MARKS, LEGEND, strict=True):

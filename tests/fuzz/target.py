@@ -19,7 +19,6 @@ from google.protobuf.message_factory import GetMessageClass
 from kvcache.v1 import admin_pb2, cache_pb2, engine_pb2, event_pb2, lease_pb2
 from kvcache.v1.status_pb2 import TransportStatus
 
-from cachesvc.config import Config
 from cachesvc.flows.core import Core, Limits
 from cachesvc.flows.leases import process_arrived, process_gone
 from cachesvc.ledger.ledger import Ledger
@@ -40,7 +39,6 @@ from cachesvc.service.loop.node import Node
 from cachesvc.service.rpc.edge import Edge
 from cachesvc.service.rpc.event_service import EventService
 from cachesvc.service.rpc.services import CacheService, EngineService, LeaseService
-from cachesvc.storages import Storages
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.movers import InProcessMovers
 from cachesvc.swap.vault import Vault
@@ -180,7 +178,7 @@ class Target:
                 facts,
                 quotas,
                 list,
-                StorageAnswers(node, Storages(Config())),
+                StorageAnswers(node),
             ),
         }
 

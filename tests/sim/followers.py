@@ -16,7 +16,6 @@ from cachesvc.ledger.tier_copies import NO_ROW
 from cachesvc.model.errors import EventsForgotten, SubscriberTooSlow
 from cachesvc.model.words import READY
 from cachesvc.questions.explanation import Feed
-from cachesvc.service.rpc.event_service import to_message
 from tests.sim.node import SimNode
 
 FOLLOWERS = 3
@@ -72,7 +71,8 @@ class Followers:
                 return
             if changes is None:
                 break
-            follower.mirror.apply(parse_batch(to_message(1, follower.model.id, changes)))
+            changes.epoch = 1
+            follower.mirror.apply(parse_batch(changes))
             self._compare(follower)
             if not takes_all:
                 break

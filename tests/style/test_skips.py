@@ -55,20 +55,8 @@ def test_an_unlisted_skip_fails_a_run(tmp_path: Path, processes: int, whole: str
     (tmp_path / "conftest.py").write_text("from tests.conftest import *\n", encoding="utf-8")
     (tmp_path / "test_whole.py").write_text(SKIPPING.format(whole=whole), encoding="utf-8")
     (tmp_path / "test_one.py").write_text(SKIPS_ONE.format(one=one), encoding="utf-8")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "xdist",
-        "-n",
-        str(processes),
-        "--rootdir",
-        ".",
-    ]
+    flags = f"-q -p no:cacheprovider -p xdist -n {processes} --rootdir ."
+    command = [sys.executable, "-m", "pytest", *flags.split()]
     environment = {**os.environ, "CACHESVC_SKIPS": "listed", "CACHESVC_GOAL": "test", "PYTHONPATH": str(ROOT)}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # the other plugins take most of the time of three processes
     environment.pop("PYTEST_ADDOPTS", None)

@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
+
+from kvcache.v1 import inspect_pb2
 
 from cachesvc.flows.core import Call, Core
 from cachesvc.flows.registration import Budget
@@ -98,14 +100,6 @@ class Meter:
         if seconds := bucket.take(count, now):
             self.refused += 1
             raise QuotaExceeded(self.tenant, what, None, bucket.rate, f"try again in {seconds:.3f} s")
-
-
-class TenantLine(NamedTuple):
-    """Use of a tenant and its limits, by the quotas' names; ``limits`` has those that are set."""
-
-    tenant: str
-    used: dict[str, int]
-    limits: dict[str, int]
 
 
 class Quotas:
@@ -219,14 +213,14 @@ class Quotas:
         self.meter(tenant).refused += 1
         raise QuotaExceeded(tenant, what, got, limit, hint)
 
-    def lines(self, view: View) -> list[TenantLine]:
-        """Lines of all tenants of the view that have models or are configured."""
+    def tenants(self, view: View) -> list[inspect_pb2.TenantStatus]:
+        """Use and limits of all tenants of the view that have models or are configured."""
         names = {model.tenant for model in view.models()} | set(filter(view.sight.covers, self._tenants()))
         return [
-            TenantLine(
-                name,
-                usage(self._core, name) | {"calls_in_flight": meter.in_flight, "refused": meter.refused},
-                {what: limit for what, limit in asdict(self._of(name)).items() if limit},
+            inspect_pb2.TenantStatus(
+                tenant=name,
+                used=usage(self._core, name) | {"calls_in_flight": meter.in_flight, "refused": meter.refused},
+                limits={what: limit for what, limit in asdict(self._of(name)).items() if limit},
             )
             for name in sorted(names)
             for meter in (self.meter(name),)

@@ -84,10 +84,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self, request: inspect_pb2.ListTenantsRequest, context: Context
     ) -> inspect_pb2.ListTenantsResponse:
         async def call() -> inspect_pb2.ListTenantsResponse:
-            lines = self._quotas.lines(self._inspection.view())
-            return inspect_pb2.ListTenantsResponse(
-                tenants=[inspect_pb2.TenantStatus(**line._asdict()) for line in lines]
-            )
+            return inspect_pb2.ListTenantsResponse(tenants=self._quotas.tenants(self._inspection.view()))
 
         return await self._serve(context, request, call)
 

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from kvcache.v1 import storage_pb2
 
@@ -38,31 +38,25 @@ SHOWN_NAMESPACE = "[0-9a-f]{12,64}"
 """A namespace as listings have it, or more of it."""
 
 
-class Configured(Protocol):
-    """``tiers``: the daemon's, or None; ``specs``: as they were configured."""
-
-    tiers: Tiers | None
-    specs: tuple[StorageSpec, ...]
-
-
 class StorageAnswers:
-    """Answers about the storage that is ``configured``."""
+    """Answers about a daemon's storage: its ``tiers``, or None, and the ``specs`` by which they were configured."""
 
-    def __init__(self, node: Node, configured: Configured) -> None:
+    def __init__(self, node: Node, specs: Sequence[StorageSpec] = (), tiers: Tiers | None = None) -> None:
         self._node = node
-        self._configured = configured
+        self._specs = specs
+        self._tiers = tiers
         self._busy = asyncio.Lock()
         self._last: Aside | None = None
 
     async def status(self, view: View) -> storage_pb2.GetStorageResponse:
         """Status of the scopes whose models the caller may see; a caller that sees all gets models too that are not
         registered now."""
-        tiers = self._configured.tiers
+        tiers = self._tiers
         if tiers is None:
             return storage_pb2.GetStorageResponse()
         counters = view.counters
         tenants = {model.namespace: model.tenant for model in view.models()}
-        texts = [spec.text for spec in self._configured.specs]
+        texts = [spec.text for spec in self._specs]
         shown: list[storage_pb2.StorageTier] = []
         for number, tier in enumerate((*tiers.stores, *(each for each in tiers.all if each not in tiers.stores))):
             found = await self._status_of(tier)
@@ -126,10 +120,9 @@ class StorageAnswers:
         return await self._last.run(partial(call, self._last.step))
 
     def _require(self) -> Tiers:
-        tiers = self._configured.tiers
-        if tiers is None:
+        if self._tiers is None:
             raise Unavailable("no storage is configured; start the daemon with --storage")
-        return tiers
+        return self._tiers
 
 
 def _tier(

@@ -10,13 +10,13 @@ from math import inf
 from cachesvc.flows.core import Promise
 from cachesvc.flows.loads import end_lending, lend
 from cachesvc.flows.match import computing_blocks
-from cachesvc.ledger.change_log import STORAGE, Kind
+from cachesvc.ledger.change_log import Kind
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.storage_state import LentBlocks
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import CacheError, InvalidRequest, LimitExceeded, SubscriberTooSlow
 from cachesvc.model.numbers import Party
-from cachesvc.model.words import KEY_BYTES, NO_PAGE
+from cachesvc.model.words import KEY_BYTES, NO_PAGE, Tier
 from cachesvc.peer.borrower import PeerStorage
 from cachesvc.peer.fleet import CountedDigest, DigestNews, Loan, PeerPaused, PeerRefused, bits_for
 from cachesvc.peer.lender import Lent, LentObject, LoanDesk
@@ -304,8 +304,8 @@ class DigestFeed:
             if changes is None:
                 return True
             for run in changes.runs:
-                if run.group == lead and run.place != STORAGE and run.kind is not Kind.COPY_FAILED:
-                    digest.change(bytes(run.keys), came=run.present)
+                if run.group == lead and run.tier != Tier.STORAGE.value and Kind(run.kind) is not Kind.COPY_FAILED:
+                    digest.change(run.keys, came=run.present)
         return not feed.behind and not feed.is_in_snapshot
 
     def _drop(self) -> None:

@@ -16,7 +16,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 from kvcache.v1 import admin_pb2, status_pb2
 
@@ -135,41 +134,6 @@ def require_working(backend: DeviceMemory, devices: tuple[str, ...]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceLine:
-    """One device as operators see it. ``link``: its ``LinkFigures`` (``gpu_ops``); None where it was not measured."""
-
-    uuid: str
-    name: str
-    pool_bytes: int
-    context_bytes: int
-    link: Any
-
-    def logged(self) -> dict[str, object]:
-        """Fields for the log, whose events have a name of their own."""
-        known = self.shown()
-        return {"device": known.pop("uuid"), "device_name": known.pop("name")} | known
-
-    def shown(self) -> dict[str, Any]:
-        known: dict[str, Any] = {
-            "uuid": self.uuid,
-            "name": self.name,
-            "pool_bytes": self.pool_bytes,
-            "context_bytes": self.context_bytes,
-        }
-        if self.link is None:
-            return known
-        return known | {
-            "load_gb_per_second": round(self.link.load_bytes_per_us / 1e3, 2),
-            "store_gb_per_second": round(self.link.store_bytes_per_us / 1e3, 2),
-            "both_gb_per_second": round(self.link.both_bytes_per_us / 1e3, 2),
-            "copy_us": round(self.link.per_copy_us, 2),
-            "row_ns": round(self.link.per_row_ns, 1),
-            "step_us": round(self.link.per_step_us, 2),
-            "narrow_plane_bytes": self.link.narrow_plane_bytes,
-        }
-
-
-@dataclass(frozen=True, slots=True)
 class Facts:
     """Sizes in bytes, of one device and of the host pool. ``started``: monotonic seconds. ``lease_seconds``: silence
     after which a lease is lost. ``settings``: as operators see them, kept up to date. ``devices``: those that were
@@ -186,7 +150,7 @@ class Facts:
     host_chunk_bytes: int
     eviction: str
     settings: dict[str, str]
-    devices: list[DeviceLine]
+    devices: list[status_pb2.DeviceStatus]
     host_pool: HostPool
     health: DeviceHealth
     transports: Callable[[], status_pb2.TransportStatus]
@@ -222,12 +186,7 @@ class Facts:
                 uptime_seconds=self.uptime_seconds,
                 backend=self.backend,
                 config=self.settings if who.sees_all else {},
-                devices=[
-                    status_pb2.DeviceStatus(
-                        **line.shown(), healthy=line.uuid not in faults, fault=faults.get(line.uuid, "")
-                    )
-                    for line in self.devices
-                ],
+                devices=self.devices,
                 host_pool_bytes=self.host_pool_bytes,
                 host_pool_ready_bytes=self.host_pool_ready_bytes,
                 ready=serving.ready,
@@ -241,6 +200,8 @@ class Facts:
                 loop=self.loop.status(),
             )
         )
+        for device in found.devices:
+            device.healthy, device.fault = device.uuid not in faults, faults.get(device.uuid, "")
         return found
 
     def attention(self, sees: Callable[[str], bool], *, sees_all: bool) -> list[str]:

@@ -13,11 +13,9 @@ import grpc
 from kvcache.v1 import event_pb2, event_pb2_grpc
 
 from cachesvc.flows.core import Count
-from cachesvc.ledger.change_log import STORAGE
 from cachesvc.model.errors import CacheError, LimitExceeded, NotFound, OtherEpoch, SubscriberTooSlow, Unavailable
 from cachesvc.model.numbers import share_of
-from cachesvc.model.words import Tier
-from cachesvc.questions.explanation import BlockRun, Changes, Feed, find_model
+from cachesvc.questions.explanation import Feed, find_model
 from cachesvc.questions.view import View
 from cachesvc.service.access.auth import caller, require_read, sight
 from cachesvc.service.loop.node import Node
@@ -133,7 +131,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
         return Feed(model, snapshot=False, after=after, storage=request.storage)
 
     async def _follow(self, subscriber: _Subscriber, context: Context) -> None:
-        model, who = subscriber.feed.model, caller()
+        who = caller()
         while True:
             if subscriber.cut.done():
                 raise subscriber.cut.result()
@@ -147,7 +145,8 @@ class EventService(event_pb2_grpc.EventServiceServicer):
                 await subscriber.wake.wait()
                 continue
             who.require_current("Subscribe")  # its token may have been taken back since
-            await _send(subscriber, context, to_message(self._node.epoch, model.id, changes))
+            changes.epoch = self._node.epoch
+            await _send(subscriber, context, changes)
 
     def _hear(self) -> None:
         """Follow changes while there are subscribers: without any it costs no flow a call."""
@@ -198,33 +197,3 @@ async def _say_goodbye(context: Context, error: CacheError) -> None:
             await refuse(context, error)
     except TimeoutError:
         events.event("subscriber_hung", reason=error.code.value)
-
-
-def to_message(epoch: int, model: int, changes: Changes) -> event_pb2.SubscribeResponse:
-    return event_pb2.SubscribeResponse(
-        epoch=epoch,
-        model_id=model,
-        sequence_number=changes.last,
-        first_sequence_number=changes.first,
-        snapshot_part=event_pb2.SnapshotPart.ValueType(changes.part),
-        runs=[_run(run) for run in changes.runs],
-    )
-
-
-def _tier_of(place: int) -> Tier:
-    if place == STORAGE:
-        return Tier.STORAGE
-    return Tier.DEVICE if place else Tier.HOST
-
-
-def _run(run: BlockRun) -> event_pb2.BlockRun:
-    return event_pb2.BlockRun(
-        kind=event_pb2.EventKind.ValueType(run.kind),
-        present=run.present,
-        keys=bytes(run.keys),
-        parent_key=run.parent,
-        group=run.group,
-        tier=_tier_of(run.place).value,
-        replica=run.place - 1 if _tier_of(run.place) is Tier.DEVICE else 0,
-        reason="" if run.cause is None else run.cause.name.lower(),
-    )

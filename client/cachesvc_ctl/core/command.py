@@ -29,21 +29,20 @@ MOST_LISTED = 4096
 """Length of the daemon's longest answer; the daemon reduces a greater limit to it."""
 
 
-@dataclass(frozen=True)
 class Flag:
     """A flag or a word, as ``ArgumentParser.add_argument`` takes it."""
 
-    names: tuple[str, ...]
-    settings: dict[str, Any]
+    def __init__(self, *names: str, **settings: Any) -> None:
+        self._names = names
+        self._settings = settings
 
     def add_to(self, parser: argparse._ActionsContainer) -> None:
         """Add it to a parser, or to a group of one."""
-        parser.add_argument(*self.names, **self.settings)
+        parser.add_argument(*self._names, **self._settings)
 
 
-def flag(*names: str, **settings: Any) -> Flag:
-    """A flag, written as a call of ``add_argument``."""
-    return Flag(names, settings)
+flag = Flag
+"""Written as a call of ``add_argument``."""
 
 
 class Command(ABC):
@@ -89,25 +88,18 @@ class DaemonCommand(Command):
         return target_of(self.arguments)
 
 
-def count(text: str) -> int:
-    """A number, 0 or more, for argparse."""
-    if not text.isdecimal() or int(text) > MOST:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to {MOST}")
-    return int(text)
+def number(least: int, most: int = MOST) -> Callable[[str], int]:
+    """Type of a number in a range, for argparse."""
+
+    def parsed(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} to {most}")
+        return int(text)
+
+    return parsed
 
 
-def at_least_one(text: str) -> int:
-    """A number of lines, levels or engines, for argparse."""
-    if not text.isdecimal() or not 1 <= int(text) <= MOST:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MOST}")
-    return int(text)
-
-
-def listed(text: str) -> int:
-    """A number of lines that a daemon lists in one answer, for argparse."""
-    if not text.isdecimal() or not 1 <= int(text) <= MOST_LISTED:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MOST_LISTED}")
-    return int(text)
+count, at_least_one = number(0), number(1)
 
 
 def seconds(text: str) -> float:
@@ -322,7 +314,13 @@ def part_file(path: Path) -> Iterator[Path]:
 DEADLINE_SECONDS = 30.0
 Admin = admin_pb2_grpc.AdminServiceStub
 R = TypeVar("R", bound=Message)
-LIMIT = flag("--limit", type=listed, default=40, metavar="N", help=f"lines at most (default 40, most {MOST_LISTED})")
+LIMIT = flag(
+    "--limit",
+    type=number(1, MOST_LISTED),
+    default=40,
+    metavar="N",
+    help=f"lines at most (default 40, most {MOST_LISTED})",
+)
 
 
 class Question(DaemonCommand, Generic[R]):

@@ -22,17 +22,8 @@ BLOCK_TOKENS = 16
 
 
 def test_the_example_is_token_identical() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "examples.disaggregated",
-        "--conversations",
-        "1",
-        "--letters",
-        "90",
-        "--new-tokens",
-        "3",
-    ]
+    flags = "--conversations 1 --letters 90 --new-tokens 3"
+    command = [sys.executable, "-m", "examples.disaggregated", *flags.split()]
     done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "every answer is the reference's" in done.stdout

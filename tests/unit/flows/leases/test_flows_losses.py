@@ -19,7 +19,7 @@ from cachesvc.flows.match import match
 from cachesvc.flows.registration import PoolRequest, RegisterRequest, register
 from cachesvc.flows.stored import want
 from cachesvc.flows.transfers import carry_out
-from cachesvc.ledger.change_log import Cause, Kind
+from cachesvc.ledger.change_log import Kind
 from cachesvc.ledger.ledger import LeaseState
 from cachesvc.ledger.storage_state import LentBlocks
 from cachesvc.model.answers import Matched
@@ -351,12 +351,12 @@ def test_followers_are_told_of_each_copy_that_is_lost_and_see_none_of_it_afterwa
     tidy_all(rig)
     changes = feed.next()
     assert changes is not None
-    gone = {bytes(run.keys[at : at + 32]) for run in changes.runs for at in range(0, len(run.keys), 32)}
-    assert {(run.cause, run.present, run.place) for run in changes.runs} == {(Cause.LOST, False, 1)}
+    gone = {run.keys[at : at + 32] for run in changes.runs for at in range(0, len(run.keys), 32)}
+    assert {(run.reason, run.present, run.tier) for run in changes.runs} == {("lost", False, "device")}
     assert gone >= set(packed(PROMPT)[:2])
     snapshot = Feed(rig.model, snapshot=True)
     told = [snapshot.next() for _ in range(3)]
-    assert all(run.place == 0 for each in told if each is not None for run in each.runs)
+    assert all(run.tier == "host" for each in told if each is not None for run in each.runs)
 
 
 def test_a_fetch_whose_parent_is_lost_ends() -> None:

@@ -23,7 +23,6 @@ from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import KEY_BYTES, PageState, WritePolicy
 from cachesvc.questions.explanation import Feed, explain
 from cachesvc.questions.view import EVERYTHING, View, answer_at_once
-from cachesvc.service.rpc.event_service import to_message
 from tests.unit.rigs.ledger_rig import chain, hybrid, one_group, prefill, rig_of, serve, windowed
 from tests.unit.rigs.storage_flows_rig import (
     BACK,
@@ -454,7 +453,7 @@ def told(feed: Feed, tier: str = "storage") -> list[tuple[bool, str, list[bytes]
     """Events of storage: presence, reason, blocks."""
     changes = feed.next()
     out: list[tuple[bool, str, list[bytes]]] = []
-    for run in [] if changes is None else to_message(1, 1, changes).runs:
+    for run in [] if changes is None else changes.runs:
         if run.tier == tier:
             keys = [run.keys[at : at + KEY_BYTES] for at in range(0, len(run.keys), KEY_BYTES)]
             if out and out[-1][:2] == (run.present, run.reason):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 import pytest
-from kvcache.v1 import inspect_pb2
+from kvcache.v1 import event_pb2, inspect_pb2
 
 from cachesvc.flows.allocate import allocate
 from cachesvc.flows.loads import Sharing
@@ -15,7 +15,7 @@ from cachesvc.flows.recycle import release
 from cachesvc.ledger.change_log import Cause, Event, Journal, Kind, Moment, packed
 from cachesvc.model.errors import EventsForgotten, InvalidRequest, NotFound, NotOwned, SubscriberTooSlow
 from cachesvc.model.words import KEY_BYTES, Urgency, WritePolicy
-from cachesvc.questions.explanation import PREFETCH, Changes, Feed, Position, explain, find_model, holders_of, runs_of
+from cachesvc.questions.explanation import PREFETCH, Feed, explain, find_model, holders_of, runs_of
 from cachesvc.questions.view import EVERYTHING, Sight, View, answer_at_once
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, prefill, rig_of, serve, windowed
 
@@ -165,7 +165,7 @@ def test_runs_join_what_is_alike_and_never_change_the_order_of_a_key() -> None:
         event(6, Kind.REMOVED, 0, a),
         event(7, Kind.STORED, 0, a),
     ]
-    shown = [(run.kind, run.group, run.parent, bytes(run.keys)) for run in runs_of(events)]
+    shown = [(Kind(run.kind), run.group, run.parent_key, run.keys) for run in runs_of(events)]
     assert shown == [
         (Kind.STORED, 0, b"", a + b),
         (Kind.STORED, 1, b"", a + b),
@@ -180,12 +180,12 @@ def test_a_feed_without_a_snapshot_says_first_where_it_stands() -> None:
     lease = rig.lease()
     serve(rig, lease, 1, ["a"])
     feed = Feed(rig.model, snapshot=False)
-    assert feed.next() == Changes(Position.NONE, 2, 1, [])
+    assert feed.next() == event_pb2.SubscribeResponse(model_id=rig.model.id, first_sequence_number=2, sequence_number=1)
     assert feed.next() is None
     serve(rig, lease, 2, ["b"])
     changes = feed.next()
     assert changes is not None
-    assert (changes.first, changes.last) == (2, 2)
+    assert (changes.first_sequence_number, changes.sequence_number) == (2, 2)
     with pytest.raises(InvalidRequest, match="has not happened yet"):
         Feed(rig.model, snapshot=False, after=3)
 
