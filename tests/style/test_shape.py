@@ -30,8 +30,8 @@ TWICE = {("cachesvc", name) for name in IN_DAEMON}
 """Class names that still occur twice in a distribution. A name leaves this list with its second use; none is added."""
 
 LONE = {
-    *("Chooser", "Configured", "CopyStream", "EvictionPolicy", "GpuDevice", "GpuMemory", "GpuQueue"),
-    *("HostPages", "Lenders", "ModelFacts", "Owner", "Path", "PeerControl", "PositionRule"),
+    *("Chooser", "CopyStream", "EvictionPolicy", "GpuDevice", "GpuMemory", "GpuQueue"),
+    *("HostPages", "Lenders", "ModelFacts", "Path", "PeerControl", "PositionRule"),
     *("Reserved", "Shadow", "SliceRunner", "Timeline", "Traveller"),
 }
 """Protocols and abstract classes that still have one implementation. None is added."""
