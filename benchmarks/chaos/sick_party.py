@@ -33,7 +33,7 @@ from cachesvc_client.lease import Lease
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 
 from benchmarks.support.calls import compute
-from benchmarks.support.daemon_log import told
+from benchmarks.support.daemon_log import event_of
 from benchmarks.support.movers import movers_of
 from benchmarks.support.recording import parser_of, save
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
@@ -233,7 +233,7 @@ def lender(prompts: list[bytes]) -> Iterator[tuple[DaemonProcess, str]]:
                 for prompt in prompts:
                     compute(lease, prompt)
                 time.sleep(SETTLED_SECONDS)  # for its copies to the host
-        yield daemon, f"127.0.0.1:{told(daemon, 'peers_ready')['port']}"
+        yield daemon, f"127.0.0.1:{event_of(daemon, 'peers_ready')['port']}"
 
 
 def measure(party: str, how: str, seconds: float) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from cachesvc_ctl.core.daemon_process import DaemonProcess
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.support.calls import Beside, compute, leased, spread, timed_ms
-from benchmarks.support.daemon_log import told
+from benchmarks.support.daemon_log import event_of
 from benchmarks.support.recording import parser_of, save
 
 WAYS = {"lane": Transport.AUTO, "grpc": Transport.GRPC}
@@ -147,7 +147,7 @@ def keep_longest(longest: dict[str, float], daemon: DaemonProcess) -> None:
 
 def loop_longest_ms(daemon: DaemonProcess) -> dict[str, float]:
     """Longest recent hold of the daemon's event loop by each flow, by the clock."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{told(daemon, 'ready')['metrics_port']}/metrics") as page:
+    with urllib.request.urlopen(f"http://127.0.0.1:{event_of(daemon, 'ready')['metrics_port']}/metrics") as page:
         found = LOOP_LONGEST.findall(page.read().decode())
     return {flow: float(seconds) * 1e3 for flow, seconds in found}
 

@@ -30,7 +30,7 @@ from cachesvc_client.sequence import StepStream
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 
 from benchmarks.support.calls import Beside, compute, match_ms
-from benchmarks.support.daemon_log import told
+from benchmarks.support.daemon_log import event_of
 from benchmarks.support.recording import parser_of, save
 
 SEQUENCES = 32
@@ -142,7 +142,7 @@ class Rig:
             self._stack.enter_context(self._daemon)
         finally:
             os.environ.pop("OTEL_TRACES_SAMPLER", None)
-        ready = told(self._daemon, "ready")
+        ready = event_of(self._daemon, "ready")
         if ready["metrics_port"]:
             self._stack.enter_context(Beside(scrape, ready["metrics_port"]))
         client = self._stack.enter_context(CacheClient(self._daemon.socket, engine="bench", token=self._token))

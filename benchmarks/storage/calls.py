@@ -24,7 +24,7 @@ from cachesvc_client import opaque
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 
 from benchmarks.support.calls import compute, leased, match_ms, timed_ms
-from benchmarks.support.daemon_log import told
+from benchmarks.support.daemon_log import event_of
 from benchmarks.support.recording import parser_of, save
 from cachesvc.storage.s3.client import S3Options
 from tests.contracts import mooncake_rig, s3_rig
@@ -165,7 +165,7 @@ def peer(*, is_frozen: bool) -> Case:
     def made(_: Path) -> Iterator[Behind]:
         with DaemonProcess([*FLAGS, "--peer-listen", "127.0.0.1:0"]) as lender:
             process = lender.process
-            flags = ["--peers", f"127.0.0.1:{told(lender, 'peers_ready')['port']}?{WAIT}"]
+            flags = ["--peers", f"127.0.0.1:{event_of(lender, 'peers_ready')['port']}?{WAIT}"]
             if not is_frozen:
                 yield Behind(flags)
                 return
@@ -212,7 +212,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
         behind = stack.enter_context(CASES[name](folder))
         plain = stack.enter_context(DaemonProcess(FLAGS))
         daemon = stack.enter_context(DaemonProcess([*FLAGS, *behind.flags], under=behind.under))
-        told(daemon, behind.event)
+        event_of(daemon, behind.event)
         callers = [Caller(plain, stack), Caller(daemon, stack)]
         behind.harm()
         for _ in range(rounds):

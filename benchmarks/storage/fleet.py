@@ -24,7 +24,7 @@ from cachesvc_client import Lease, opaque
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 
 from benchmarks.support.calls import compute, leased, match_ms
-from benchmarks.support.daemon_log import told
+from benchmarks.support.daemon_log import event_of
 from benchmarks.support.machine import fail
 from benchmarks.support.recording import parser_of, save
 from cachesvc.peer.borrower import PeerStorage
@@ -76,7 +76,7 @@ def measure(said: argparse.Namespace) -> dict[str, Any]:
     rng = np.random.default_rng(said.peers)
     with ExitStack() as stack:
         daemons = start_peers(said.peers, stack)
-        addresses = [f"127.0.0.1:{told(daemon, 'peers_ready')['port']}" for daemon in daemons]
+        addresses = [f"127.0.0.1:{event_of(daemon, 'peers_ready')['port']}" for daemon in daemons]
         prompts = [[rng.bytes(32 * BLOCKS) for _ in range(PROMPTS)] for _ in daemons]
         leases = [stack.enter_context(leased(daemon.socket, LAYOUT, PAGES, PAGES, "fleet")) for daemon in daemons]
         for at, lease in enumerate(leases):

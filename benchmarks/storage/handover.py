@@ -25,7 +25,7 @@ import numpy as np
 from cachesvc_client import Expected
 
 from benchmarks.storage.peers import BORROWS, LENDS, SPARE_BLOCKS, TOKEN_BYTES, Peer, fill, running_peer
-from benchmarks.support.daemon_log import told
+from benchmarks.support.daemon_log import event_of
 from benchmarks.support.machine import fail
 from benchmarks.support.recording import parser_of, save
 
@@ -53,7 +53,7 @@ def measure(said: argparse.Namespace, tokens: int) -> list[dict[str, Any]]:
         room = 2 * blocks + SPARE_BLOCKS
         lender = stack.enter_context(running_peer(BLOCK_TOKENS, room, room, *LENDS))
         borrower = stack.enter_context(running_peer(BLOCK_TOKENS, SPARE_BLOCKS, room, *BORROWS))
-        address = f"127.0.0.1:{told(lender.daemon, 'peers_ready')['port']}"
+        address = f"127.0.0.1:{event_of(lender.daemon, 'peers_ready')['port']}"
         for _ in range(said.repeats + 1):
             for length, seconds in ((tokens, transfers), *alone.items()):
                 keys = rng.bytes(32 * (length // BLOCK_TOKENS))

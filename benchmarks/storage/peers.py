@@ -28,7 +28,7 @@ from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
 from benchmarks.storage.plain_streams import Moved, PlainStreams
 from benchmarks.support.calls import compute
-from benchmarks.support.daemon_log import told
+from benchmarks.support.daemon_log import event_of
 from benchmarks.support.machine import fail
 from benchmarks.support.recording import parser_of, save
 
@@ -93,7 +93,7 @@ def measure(said: argparse.Namespace, block_tokens: int, plain: PlainStreams) ->
         lender = stack.enter_context(running_peer(block_tokens, room, room, *LENDS))
         borrower = stack.enter_context(running_peer(block_tokens, room, 2 * room, *BORROWS))
         fill(lender, keys, blocks)
-        address = f"127.0.0.1:{told(lender.daemon, 'peers_ready')['port']}"
+        address = f"127.0.0.1:{event_of(lender.daemon, 'peers_ready')['port']}"
         for repeat in range(said.repeats + 1):
             for streams in STREAMS:
                 found.setdefault(f"plain {streams}", []).append(plain.move(streams, size_bytes))

@@ -29,7 +29,7 @@ import numpy as np
 from cachesvc_client import AttachedPool, CacheClientError, gqa
 from cachesvc_ctl.core.daemon_process import DaemonFailed, DaemonProcess
 
-from benchmarks.support.daemon_log import told
+from benchmarks.support.daemon_log import event_of
 from benchmarks.support.machine import fail, require_gpu
 from benchmarks.support.recording import parser_of, save
 from benchmarks.swap.plain_compute import PlainCompute
@@ -117,7 +117,7 @@ class Run:
         sizes = [part for name, pages in pools for part in (name, str(pages * self._backend.block_bytes + 64 * MIB))]
         every = [*self._backend.flags, "--write-policy", "write_through", *sizes, *flags]
         with DaemonProcess(every, whole=True) as daemon:
-            told(daemon, event)
+            event_of(daemon, event)
             running = running_engine(daemon.socket, layout, self._backend.compute, device_pages=device, host_pages=host)
             with running as engine:
                 yield daemon, engine
@@ -220,7 +220,7 @@ def measure(run: Run, folder: Path, readers: int) -> None:
         run.host(engine)
         run.device(engine)
         run.storage("file", engine)
-        lender = told(daemon, "peers_ready")["port"]
+        lender = event_of(daemon, "peers_ready")["port"]
         with run.node("--peers", f"127.0.0.1:{lender}?{WAIT}") as (_, borrower):
             run.storage("peer", borrower)
     if why := mooncake_rig.why_not():

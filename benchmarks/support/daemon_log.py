@@ -11,7 +11,7 @@ from cachesvc_ctl.core.daemon_process import DaemonProcess
 LOOK_SECONDS = 0.02
 
 
-def told(daemon: DaemonProcess, event: str) -> dict[str, Any]:
+def event_of(daemon: DaemonProcess, event: str) -> dict[str, Any]:
     """Fields of an event in a daemon's log; waits for it."""
     while True:
         for line in daemon.log.read_text(encoding="utf-8").splitlines(keepends=True):

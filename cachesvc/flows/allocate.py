@@ -275,10 +275,10 @@ def extend_many(
     call: Call,
     growth: Growth,
     entries: range,
-    told: list[int],
+    answers: list[int],
     held: Collection[int] = (),
 ) -> CacheError | None:
-    """Grow the first of ``entries`` that may, in order. ``told`` gets the new length of each; it is short where an
+    """Grow the first of ``entries`` that may, in order. ``answers`` gets the new length of each; it is short where an
     entry is refused (returns why), or its sequence was named before or is among ``held``. Those behind it are not
     looked at."""
     del core
@@ -322,7 +322,7 @@ def extend_many(
         if group != lead:
             change_group(place.pools[lead], place.pools[group], [page for page in taken if page != NO_PAGE])
     lease.grown += bounds[-1] - bounds[0]
-    told += lengths
+    answers += lengths
     return stop
 
 

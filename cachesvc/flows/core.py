@@ -202,11 +202,11 @@ class Lenders(Protocol):
         """True where the address is this node's own."""
 
     def ask(
-        self, model: Model, party: Party, keys: bytes, peer: str, seconds: float, told: Callable[[Promise], None]
+        self, model: Model, party: Party, keys: bytes, peer: str, seconds: float, on_promise: Callable[[Promise], None]
     ) -> str:
         """For ``party``, ask the node at ``peer`` to lend what it has of packed ``keys``, and to wait for the first for
-        ``seconds``.
-        ``told`` is called later, from the loop; a fetch then finds what is lent. Returns why that node is not asked."""
+        ``seconds``. ``on_promise`` is called later, from the loop; a fetch then finds what is lent.
+        Returns why the node is not asked."""
 
     def drop(self, model: Model, keys: Sequence[bytes]) -> None:
         """Read no more of the loans that have these blocks: what they have not brought yet does not come."""

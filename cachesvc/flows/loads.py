@@ -530,7 +530,7 @@ def lend(core: Core, model: Model, keys: bytes) -> LentBlocks | Wait | None:
     rows = rows[: _leading(_is_here(host, host.lead, rows))]
     tickets = host.fillers(rows)
     over = [ticket for ticket in tickets if running[ticket].is_settling and running[ticket].failing]
-    if over:  # their blocks go, and what relied on them was told
+    if over:  # evict their blocks; their users were notified
         rows = rows[: _leading(~np.isin(filling_of(host, rows), over))]
         tickets = host.fillers(rows)
     if not rows:

@@ -89,7 +89,7 @@ def _note_match(
     clock: float | None,
 ) -> None:
     """A Match has opened ``sequence`` on a hit, ``stored`` blocks of which came from storage. ``max_blocks``: its
-    limit, 0 for none. ``waited``: seconds that its request had been queued. ``clock``: its engine's time, if told."""
+    limit, 0 for none. ``waited``: seconds that its request had been queued. ``clock``: its engine's time, if known."""
     model, replica, keys = call.model, call.replica, bytes(sequence.keys)
     blocks, counters = len(keys) // KEY_BYTES, core.counters
     for name, amount in ((Count.MATCH_REQUESTS, 1), (Count.MATCH_BLOCKS, blocks)):

@@ -64,7 +64,7 @@ def publish(
 ) -> Published | Wait:
     """Seal ``blocks`` blocks from ``first_block`` on, which must be the number of sealed blocks, and then ``states``.
 
-    ``keys``: packed keys of these blocks; empty where Match has told them. ``publishing``: progress between slices;
+    ``keys``: packed keys of these blocks; empty if Match has named them. ``publishing``: progress between slices;
     without it all are sealed in one. Where another call of the sequence comes between slices, the answer is what is
     sealed by then, and that more is to be published. Raises Conflict (out of turn, or sealed already), NotOwned (no
     page there), InvalidRequest (keys that contradict those known), KeyMisplaced, LoadFailed.
@@ -157,10 +157,10 @@ def publish_many(
     call: Call,
     publishes: Publishes,
     entries: range,
-    told: list[int],
+    answers: list[int],
     held: Collection[int] = (),
 ) -> None:
-    """Seal the first of ``entries``, in order, as long as all their keys are new. ``told`` gets the sealed blocks of
+    """Seal the first of ``entries``, in order, as long as all their keys are new. ``answers`` gets the sealed blocks of
     each; it is short where an entry is left to ``publish``, or its sequence is among ``held``, or it takes more turns
     than one; those behind it are not looked at."""
     starts, most = publishes.starts, _most(core, call)
@@ -169,7 +169,7 @@ def publish_many(
         entries = range(entries.start, long)
     fresh, _ = classify(call, publishes, entries, held)
     if fresh.keys:
-        told += _commit_new(core, call, fresh)
+        answers += _commit_new(core, call, fresh)
 
 
 def _publish(core: Core, call: Call, one: Publishes, named: NamedStates | None) -> Published | Wait:

@@ -126,10 +126,10 @@ def recycle_many(
     call: Call,
     recycles: tuple[Seq[int], Seq[int]],
     entries: range,
-    told: list[int],
+    answers: list[int],
     held: Container[int] = (),
 ) -> None:
-    """``recycle`` without pages for ``entries`` of sequences and their computed tokens, in order. ``told`` gets the
+    """``recycle`` without pages for ``entries`` of sequences and their computed tokens, in order. ``answers`` gets the
     pages of each; it is short where an entry is refused, or takes more turns than one, or its sequence is among
     ``held``."""
     for entry in entries:
@@ -142,7 +142,7 @@ def recycle_many(
         except CacheError:
             return
         assert isinstance(recycled, Recycled), "without turns it is done at once"
-        told.append(recycled.pages)
+        answers.append(recycled.pages)
 
 
 def _owned(
@@ -200,9 +200,9 @@ def _dead_blocks(model: Model, group: int, computed_tokens: int) -> int:
 
 
 def release_many(
-    core: Core, call: Call, releases: Releases, entries: range, told: list[int], held: Container[int] = ()
+    core: Core, call: Call, releases: Releases, entries: range, answers: list[int], held: Container[int] = ()
 ) -> None:
-    """``release`` for ``entries``, in order, whose pages are freed together. ``told`` gets the pages of each; it is
+    """``release`` for ``entries``, in order, whose pages are freed together. ``answers`` gets the pages of each; it is
     short where there is no such sequence, it is among ``held``, or it takes more turns than one."""
     sequences, pools, tokens = call.lease.sequences, call.replica.place.pools, releases.output_tokens
     gone = [array("i") for _ in pools]
@@ -219,7 +219,7 @@ def release_many(
             if not _end(core, call, sequence, Ended(tokens[entry]) if tokens else None, keep):
                 break
             del sequences[number]
-            told.append(sequence.freed)
+            answers.append(sequence.freed)
     finally:  # also what a sequence had given that takes another turn, or that broke
         for pool, pages in zip(pools, gone, strict=True):
             if pages:

@@ -1,8 +1,8 @@
 """Transfers: check the limits, begin one, wait for it, land it.
 
 Whether the mover can take a transfer is asked before a flow changes anything, so a refusal at submission is the end of
-the mover or a bug. Such a ticket fails at once, and its flow answers with a failed ticket: none is ever told as running
-that does not run.
+the mover or a bug. Such a ticket fails at once, and its flow answers with it: a ticket that does not run is never
+reported as running.
 """
 
 from __future__ import annotations

@@ -79,17 +79,17 @@ def candidates(peers: Sequence[Peer], keys: Sequence[bytes]) -> list[Peer]:
     """Peers to ask for the first of some chained keys, those that have most of them first. One that did not answer last
     is none of them: probes find out when it is back, and no request waits for it."""
     words = words_of(keys[0])
-    told, untold, others = list[tuple[int, int, Peer]](), list[Peer](), list[Peer]()
+    reporting, silent, others = list[tuple[int, int, Peer]](), list[Peer](), list[Peer]()
     for at, peer in enumerate(peers):
         is_known = peer.digest.is_known
         has_first = is_known and peer.digest.has(words)
         if not peer.is_up or peer.lacks(keys[0]):
             continue
         if has_first:
-            told.append((-peer.digest.reach(keys), at, peer))
+            reporting.append((-peer.digest.reach(keys), at, peer))
         else:
-            (others if is_known else untold).append(peer)
-    chosen = [peer for _, _, peer in sorted(told, key=lambda each: each[:2])] + untold
+            (others if is_known else silent).append(peer)
+    chosen = [peer for _, _, peer in sorted(reporting, key=lambda each: each[:2])] + silent
     return [*chosen, *others] if len(peers) <= FEW_PEERS else chosen[:MOST_ASKED]
 
 
@@ -429,7 +429,7 @@ class PeerStorage(StorageBackend):
         left, under_way, is_over = candidates(self.peers, keys), 0, False
         changed = threading.Condition()
 
-        def told(peer: Peer, answer: Loan | CacheError) -> None:
+        def answered(peer: Peer, answer: Loan | CacheError) -> None:
             with changed:
                 answers.append((peer, answer))
                 changed.notify()
@@ -450,7 +450,7 @@ class PeerStorage(StorageBackend):
                 if left:
                     peer = left.pop(0)
                     under_way += 1
-                    self._ask(peer, scope, b"".join(keys), parts, 0.0, partial(told, peer))
+                    self._ask(peer, scope, b"".join(keys), parts, 0.0, partial(answered, peer))
                 with changed:
                     if not changed.wait_for(lambda: answers, HEDGE_SECONDS if left else 2 * ASK_SECONDS):
                         if not left:

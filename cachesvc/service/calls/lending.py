@@ -187,14 +187,14 @@ class PeerLenders:
         return peer in self._own()
 
     def ask(
-        self, model: Model, party: Party, keys: bytes, peer: str, seconds: float, told: Callable[[Promise], None]
+        self, model: Model, party: Party, keys: bytes, peer: str, seconds: float, on_promise: Callable[[Promise], None]
     ) -> str:
         shapes = shapes_of(model)
         parts = [shape.part for shape in (*shapes.full, *shapes.windows)]
 
         def answered(answer: Loan | CacheError) -> None:
             promise = _promise(answer, len(parts), len(shapes.full))
-            self._node.soon(partial(self._node.run_news, model.id, partial(told, promise)))
+            self._node.soon(partial(self._node.run_news, model.id, partial(on_promise, promise)))
 
         try:
             self._peers.expect(peer, shapes.scope, keys, parts, seconds, answered, party)
