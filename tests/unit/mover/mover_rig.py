@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import socket
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -49,6 +51,12 @@ def heard_from(name: str) -> Iterator[Heard]:
     log.addHandler(handler)
     yield handler
     log.removeHandler(handler)
+
+
+def freeze(pid: int) -> None:
+    """Stop a child, and wait until it has stopped: one of its threads may answer until then."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
 
 
 def in_thread(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 import threading
 import time
@@ -19,7 +17,7 @@ from cachesvc.model.words import PagePairs, Transfer, Urgency
 from cachesvc.mover.life import Begin, MoverProcess, child
 from cachesvc.mover.processes import MoverProcesses
 from cachesvc.mover.server import Equipment
-from tests.unit.mover.mover_rig import attach_on, engine_on, heard_from, in_thread, shm_of, shm_settings
+from tests.unit.mover.mover_rig import attach_on, engine_on, freeze, heard_from, in_thread, shm_of, shm_settings
 from tests.unit.rigs.swap_rig import LOAD, MODEL, STORE, Rig
 
 MOVERS = 8
@@ -123,7 +121,7 @@ def test_a_mover_that_hangs_under_load_costs_the_seven_others_nothing() -> None:
     rig = rig_on(movers, range(MOVERS))
     movers.budget.set(1 << 40)
     swap(rig, range(MOVERS))
-    os.kill(movers.mover_pids()[NAMES[HUNG]], signal.SIGSTOP)
+    freeze(movers.mover_pids()[NAMES[HUNG]])
     movers.budget.of(HUNG).begin_awaited(time.monotonic())  # it has stopped while an awaited load ran
     stuck = next(rig.tickets)
     rig.engine.submit(Transfer(stuck, MODEL, HUNG, LOAD, (PagePairs(0, [1], [1]),), layered=False))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import signal
 import socket
 import struct
@@ -28,7 +27,7 @@ from cachesvc.mover.records import ENDS_BYTES, JOBS_BYTES, Channel, Message, Mov
 from cachesvc.mover.server import Equipment, MoverServer
 from tests.contracts.host_gpu import HostGpu
 from tests.e2e.rig import wait_until
-from tests.unit.mover.mover_rig import Heard, engine_on
+from tests.unit.mover.mover_rig import Heard, engine_on, freeze
 from tests.unit.rigs.swap_rig import LOAD, REPLICA, attach_replica
 
 
@@ -80,7 +79,7 @@ def test_a_mover_that_was_started_by_hand_and_hangs_is_ended(tmp_path: Path, hea
         movers.start()
         rig = engine_on(movers)
         attach_replica(rig, REPLICA)
-        os.kill(mover.pid, signal.SIGSTOP)
+        freeze(mover.pid)
         rig.move(LOAD, (0, [1], [1]))
         movers.probe()
         rig.settle()

@@ -25,7 +25,7 @@ from cachesvc.mover.life import Life, MoverProcess, child
 from cachesvc.mover.processes import MoverProcesses
 from cachesvc.mover.records import Settings
 from tests.e2e.rig import wait_until
-from tests.unit.mover.mover_rig import Heard
+from tests.unit.mover.mover_rig import Heard, freeze
 from tests.unit.rigs.swap_rig import (
     DEVICE_PAGES,
     LOAD,
@@ -59,18 +59,11 @@ def kill(movers: MoverProcesses, device: str) -> None:
     os.kill(movers.mover_pids()[device], signal.SIGKILL)
 
 
-def freeze(movers: MoverProcesses, device: str) -> None:
-    """Stop a mover, and wait until it has stopped: one of its threads may answer until then."""
-    pid = movers.mover_pids()[device]
-    os.kill(pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
-
-
 def test_what_was_under_way_when_a_mover_is_killed_fails_with_its_waiters_released(rig: Rig, heard: Heard) -> None:
     movers, lost = movers_of(rig), list[tuple[str, str]]()
     movers.tell_losses(lambda device, why: lost.append((device, why)))
     kept = [rig.device_page(1, 1, page) for page in range(DEVICE_PAGES)]
-    os.kill(movers.mover_pids()["shm-0"], signal.SIGSTOP)  # so that nothing ends before it dies
+    freeze(movers.mover_pids()["shm-0"])  # so that nothing ends before it dies
     slots = [rig.move(LOAD, (0, [page], [page]), layered=True) for page in range(6)]
     slots += [rig.move(STORE, (1, [page], [20 + page])) for page in range(6)]
     kill(movers, "shm-0")
@@ -129,7 +122,7 @@ def test_a_mover_that_hangs_is_replaced(heard: Heard) -> None:
     movers = MoverProcesses([Settings("shm", "shm-0", 1 << 20)], __version__, probe_seconds=0.2)
     movers.start()
     movers.listen(lambda _: None)
-    os.kill(movers.mover_pids()["shm-0"], signal.SIGSTOP)
+    freeze(movers.mover_pids()["shm-0"])
     movers.probe()
     heard.wait("mover_started")
     movers.create_slab("shm-0", 4096)
@@ -141,7 +134,7 @@ def test_a_mover_that_hangs_is_replaced_while_it_owes_an_answer(heard: Heard) ->
     movers = MoverProcesses([Settings("shm", "shm-0", 1 << 20)], __version__, probe_seconds=0.2)
     movers.start()
     movers.listen(lambda _: None)
-    freeze(movers, "shm-0")
+    freeze(movers.mover_pids()["shm-0"])
     refused: list[Exception] = []
 
     def make() -> None:
@@ -269,7 +262,7 @@ def test_a_slab_does_not_wait_for_another_device_s_mover_that_hangs(monkeypatch:
     movers.start()
     movers.listen(lambda _: None)
     hung = movers.mover_pids()["shm-1"]
-    os.kill(hung, signal.SIGSTOP)
+    freeze(hung)
     kept, closed = (movers.create_slab("shm-0", 4096) for _ in range(2))
     closed.close()
     assert not movers.can_reach("shm-0", "shm-1"), "it does not know the slab yet"
