@@ -81,8 +81,10 @@ class Keeper:
         return 0 if process is None else process.pid
 
     def start(self) -> None:
-        """Begin. The first beat comes once the process has started, which takes some tenths of a second. Until then the
-        engine's own process sends heartbeats, as it does beside this one."""
+        """Start the process, which sends its first heartbeat after some tenths of a second. The engine's own process
+        sends heartbeats until then, and beside it."""
+        # Not left to the thread: the caller may hold the interpreter from now on, and the thread would never run.
+        self._spawn()
         self._thread.start()
 
     def end(self) -> None:
@@ -93,15 +95,17 @@ class Keeper:
         if self._thread.is_alive():
             self._thread.join()
 
-    def _run(self) -> None:
-        while True:
-            with self._changing:
-                if self._ended.is_set():
-                    return
-                process = self._process = subprocess.Popen(  # noqa: S603 - ourselves
+    def _spawn(self) -> None:
+        with self._changing:
+            if not self._ended.is_set():
+                self._process = subprocess.Popen(  # noqa: S603 - ourselves
                     self._command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
                 )
-            code = process.wait()
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            assert self._process is not None, "start has made the first"
+            code = self._process.wait()
             if self._ended.is_set():
                 return
             if code == LEASE_OVER:
@@ -109,6 +113,7 @@ class Keeper:
                 return
             log.error("keeper_ended lease=%s code=%s: another one is started", self._lease_id, code)
             self._ended.wait(PAUSE_S)
+            self._spawn()
 
 
 def main(arguments: Sequence[str]) -> None:

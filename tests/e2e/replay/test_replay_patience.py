@@ -18,8 +18,8 @@ from cachesvc_lab.replay import EngineSettings, connect
 from cachesvc.wire.status import LIFE_SUFFIX
 from tests.e2e.rig import running_node
 
-REQUEST = {"index": 3, "block_ids": [1, 2], "seconds": 0.0, "output_tokens": 1}
-SERVED = {"index": 3, "device": 0, "host": 0, "computed": 2, "uncached": 0, "verified": 0, "corrupt": 0}
+REQUEST = {"block_ids": [1, 2], "seconds": 0.0, "output_tokens": 1}
+SERVED = {"device": 0, "host": 0, "computed": 2, "uncached": 0, "verified": 0, "corrupt": 0}
 
 
 def settings(folder: Path) -> EngineSettings:
