@@ -40,9 +40,9 @@ def check_sizes(copies: CopyBatch, src_bytes: Int64s, dst_bytes: Int64s) -> None
 
 def _is_outside(offset: Int64s, pitch: Int64s, width: Int64s, height: Int64s, size: Int64s) -> npt.NDArray[np.bool_]:
     shape: npt.NDArray[np.bool_] = (offset < 0) | (width < 1) | (height < 1) | ((height > 1) & (pitch < width))
-    room = size - offset - width  # no product until it is known to be small
-    rows: npt.NDArray[np.bool_] = height > room // np.maximum(pitch, 1) + 1
-    return shape | (room < 0) | ((height > 1) & rows)
+    last = size - width  # nothing is added or multiplied until it is known to be small: these are any 64 bits
+    rows: npt.NDArray[np.bool_] = height > (last - offset) // np.maximum(pitch, 1) + 1
+    return shape | (offset > last) | ((height > 1) & rows)
 
 
 def extremes(copies: CopyBatch) -> tuple[list[int], list[int]]:

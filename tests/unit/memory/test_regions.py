@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cachesvc.memory.interface import COPY_FIELDS
@@ -36,6 +36,7 @@ COPIES = st.lists(
 
 @settings(deadline=None, max_examples=400)
 @given(rows=COPIES)
+@example(rows=[(3, 1 << 62, 9, 1 << 62, 1 << 62, 1, 0, 0)])  # the sum of both passes 64 bits
 def test_copies_are_addressed_where_every_one_is_inside(rows: list[tuple[int, ...]]) -> None:
     copies = np.array(rows, np.int64).reshape(-1, len(COPY_FIELDS))
     regions = Regions({region: Region(region << 20, size) for region, size in SIZES.items()})
