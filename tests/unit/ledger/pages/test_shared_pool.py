@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from cachesvc.ledger.change_log import Journal, Moment
-from cachesvc.ledger.page_pool import AT_ONCE, LEGAL_PAGE_MOVES, PagePool
+from cachesvc.ledger.page_pool import MOVED_AT_ONCE, LEGAL_PAGE_MOVES, PagePool
 from cachesvc.ledger.shared_pool import NO_OWNER, GroupPool, change_group, group_pools
 from cachesvc.ledger.tier_copies import Place
 from cachesvc.model.errors import IllegalMove, LedgerBroken
@@ -49,7 +49,7 @@ def test_pages_have_a_group_from_grant_to_free(seed: int) -> None:
     for _ in range(60):
         group = rng.randrange(3)
         pool = pools[group]
-        most = min(pool.unreserved, rng.choice((1, 3, AT_ONCE + 8)))
+        most = min(pool.unreserved, rng.choice((1, 3, MOVED_AT_ONCE + 8)))
         if rng.random() < 0.5 and most:
             state = rng.choice((PRIVATE, IN_FLIGHT))
             pages = pool.take(rng.randint(1, most), state)
@@ -79,7 +79,7 @@ def test_pages_have_a_group_from_grant_to_free(seed: int) -> None:
         check(pools, owned)
 
 
-@pytest.mark.parametrize("count", [2, AT_ONCE + 2])
+@pytest.mark.parametrize("count", [2, MOVED_AT_ONCE + 2])
 def test_a_page_of_another_group_is_not_moved(count: int) -> None:
     one, other, _ = shared()
     pages = one.take(count, PRIVATE)
