@@ -39,8 +39,8 @@ LEGAL_PAGE_MOVES = frozenset(
     }
 )
 AT_ONCE = 32
-"""Number of pages from which on columns are looked at whole instead of page by page: a call of NumPy costs as much as some
-ten."""
+"""Number of pages from which on columns are looked at whole instead of page by page: a call of NumPy costs as much as
+some ten."""
 MOVED_AT_ONCE = 160
 """The same for moves: a page costs 0.35 us, and the calls that sort and check a column 50 us together."""
 MOST_HINTS = 1024

@@ -231,6 +231,19 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
                 "page: leave out --prefix-match-unit"
             )
 
+    def replace_spare(self, blocks: list[KVCacheBlock], position: int) -> None:
+        """vLLM moves a state for drafts from ``position`` in the table ``blocks`` to its end, behind a chunk of several
+        blocks. Nothing in it is needed, so it gets the page of the new position, and the one of the old goes back:
+        where a request has a page, the daemon has it too."""
+        spare = blocks[position]
+        assert isinstance(spare, RequestBlock)
+        assert spare.table is not None
+        spare.ref_cnt -= 1
+        blocks[position] = self.null_block
+        self.now.zero_no_more({spare.block_id})
+        self.book.drop_spare(spare.request, spare.table, spare.position)
+        blocks += self.get_new_blocks(1)
+
     def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
         """vLLM will overwrite a state: it is not sealed."""
         if isinstance(block, RequestBlock) and block.table is not None:
@@ -246,6 +259,11 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
         raise NotImplementedError("pages that were freed may be another engine's at once")
 
 
+def spare_states(manager: Any) -> int:
+    """Return how many states vLLM's manager of a group has for drafts, behind the running one."""
+    return int(getattr(manager, "num_speculative_blocks", 0))
+
+
 def take_place(manager: Any, pool: DaemonBlockPool) -> None:
     """Give vLLM's ``KVCacheManager``, and its manager of each group, this pool for the one that they made."""
     manager.block_pool = manager.coordinator.block_pool = pool
@@ -253,3 +271,5 @@ def take_place(manager: Any, pool: DaemonBlockPool) -> None:
     for group, each in enumerate(manager.coordinator.single_type_managers):
         each.block_pool = pool.of_group(group, each)
         each._null_block = pool.null_block  # noqa: SLF001 - there is no other way to it
+        if spare_states(each):
+            each._relocate_speculative_block = each.block_pool.replace_spare  # noqa: SLF001 - as above

@@ -142,11 +142,6 @@ def _of_state(layer: Any) -> Iterable[str]:
             f"states in --mamba-cache-mode {layer.mamba_cache_mode} cannot be shared: leave that option out, so that "
             "vLLM keeps one at the end of each block (align)"
         )
-    if layer.num_speculative_blocks:
-        yield (
-            "states of a model with speculative decoding are not supported, for drafts move them: leave out "
-            "--speculative-config or the connector"
-        )
 
 
 # The daemon's layout that is vLLM's, to the byte: where vLLM places layers in its one buffer, a slab has its planes.

@@ -17,7 +17,7 @@ from cachesvc_client.plugins.page_book import PageBook
 from cachesvc_client.plugins.request_pages import Positions, RequestPages, Wish
 
 from cachesvc_vllm.adapters import AdapterReport, Adapters, watch_loads
-from cachesvc_vllm.block_pool import DaemonBlockPool, take_place
+from cachesvc_vllm.block_pool import DaemonBlockPool, spare_states, take_place
 from cachesvc_vllm.kv_events import Announcer
 from cachesvc_vllm.metrics import IDLE_WAITS, SHARES, STEP_SECONDS, WAITS, CacheStats, Stopwatch, timed
 from cachesvc_vllm.plain import (
@@ -475,8 +475,10 @@ class StateCells:
         """Return where an allocation for ``new_tokens`` takes cells, behind ``local_tokens`` of a hit in place, whose
         blocks are ``computed_blocks``, and ``external_tokens`` that are loaded. A request that is loaded holds its
         pages while it waits, so it gets those of its first chunk, too: else such requests may hold all pages, and none
-        of them can run."""
-        if external_tokens and not new_tokens:
+        of them can run. States for drafts move on with a chunk of several blocks, to pages of their own
+        (``DaemonBlockPool.replace_spare``), which vLLM does not count."""
+        is_loaded = bool(external_tokens and not new_tokens)
+        if is_loaded:
             known = int(request.num_computed_tokens) + local_tokens + external_tokens
             new_tokens = max(0, min(int(request.num_tokens) - known, self._step_tokens))
         found: dict[int, range] = {}
@@ -495,7 +497,13 @@ class StateCells:
                 prefill_end=self._prefill_end(request),
             )
             pages -= sum(block.ref_cnt == 0 and not block.is_null for block in computed)
-            end = -(-tokens // manager.block_size)
+            spare = spare_states(manager)
+            end = -(-tokens // manager.block_size) + spare
+            had = len(manager.req_to_blocks.get(request.request_id, ()))
+            if is_loaded:
+                had = (local + external_tokens) // manager.block_size
+            if had and pages:
+                pages = min(pages + spare, end - had)
             found[state_group] = range(end - pages, end)
         return found
 

@@ -29,7 +29,7 @@ from tests.vllm.rig import MODEL
 from tests.vllm.shape import BLOCK_TOKENS, Group, Shape
 
 
-def _spec(group: Group) -> KVCacheSpec:
+def _spec(group: Group, drafts: int) -> KVCacheSpec:
     """vLLM's own, with states as large as blocks."""
     if group.is_state:
         shapes, dtypes = ((BLOCK_TOKENS, 8),), (torch.float16,)
@@ -38,6 +38,7 @@ def _spec(group: Group) -> KVCacheSpec:
             shapes=shapes,
             dtypes=dtypes,
             mamba_cache_mode="align",
+            num_speculative_blocks=drafts,
             num_prefill_checkpoint_blocks=int(group.saves_within),
             prefill_checkpoint_alignment=1 if group.saves_within else None,
         )
@@ -93,7 +94,7 @@ def make_scheduler(name: str, settings: Settings, shape: Shape, longest_tokens: 
     config.cache_config.block_size = shape.block_tokens
     config.cache_config.mamba_cache_mode = "align"
     init_none_hash(sha256_cbor)
-    groups = [KVCacheGroupSpec([f"l{index}"], _spec(each)) for index, each in enumerate(shape.groups)]
+    groups = [KVCacheGroupSpec([f"l{index}"], _spec(each, shape.drafts)) for index, each in enumerate(shape.groups)]
     retained = 0 if len(groups) > 1 else None
     memory = KVCacheConfig(shape.pages, [], groups, prefix_cache_retention_interval=retained)
     kind = AsyncScheduler if shape.is_async else Scheduler

@@ -24,7 +24,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from tests.vllm.cells import Cells, Misread
+from tests.vllm.cells import Cells, Misread, Running
 from tests.vllm.schedulers import make_scheduler
 from tests.vllm.shape import Shape
 from tests.vllm.workers import Worker
@@ -108,6 +108,8 @@ class Engine:
         self._was_interrupted = False
         self._step_loads: dict[str, Any] = {}
         self._spoilt: set[str] = set()
+        self._tables: dict[str, list[list[int]]] = {}
+        self._running: dict[str, Running] = {}
 
     @property
     def is_busy(self) -> bool:
@@ -267,10 +269,11 @@ class Engine:
 
     def _schedule(self) -> _Step:
         said = self.scheduler.schedule()
+        self._take_tables(said)
         places = {}
         for name, count in said.num_scheduled_tokens.items():
-            tables = self.scheduler.kv_cache_manager.get_block_ids(name)
-            places[name] = tables, self.requests[name].num_computed_tokens - count
+            table = tuple(list(each) for each in self._tables[name])
+            places[name] = table, self.requests[name].num_computed_tokens - count
             self.hits.setdefault(name, places[name][1])
         zeroed = set(said.new_block_ids_to_zero or ())
         if zeroed:
@@ -278,6 +281,21 @@ class Engine:
             zeroed.difference_update(page for each in tables for table in each for page in table)
             assert not zeroed, f"pages {zeroed} are no request's any more, and would be zeroed"
         return _Step(said, places)
+
+    def _take_tables(self, said: Any) -> None:
+        """Workers' tables only grow while a request runs: what the scheduler does to blocks behind these it must say
+        with new ones."""
+        for name in (*said.finished_req_ids, *(said.preempted_req_ids or ())):
+            self._tables.pop(name, None)
+        for each in said.scheduled_new_reqs:
+            self._tables[each.req_id] = [list(table) for table in each.block_ids]
+        cached = said.scheduled_cached_reqs
+        for name, new in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if name in cached.resumed_req_ids:
+                self._tables[name] = [list(table) for table in new]
+                continue
+            for table, more in zip(self._tables[name], new or (), strict=False):
+                table.extend(more)
 
     def _run(self, steps: int) -> None:
         for step in list(self._under_way)[:steps]:
@@ -295,9 +313,12 @@ class Engine:
             self.worker.wait_layer("l0")
         self.copies += len(told.copies)
         self.early += len(told.early)
-        for name in step.said.scheduled_cached_reqs.resumed_req_ids:  # what was in flight is over, or was dropped
+        resumed = step.said.scheduled_cached_reqs.resumed_req_ids
+        for name in resumed:  # what was in flight is over, or was dropped
             self._tokens[name] = list(self.requests[name].all_token_ids)
             self._spoilt.discard(name)
+        for name in (*step.said.finished_req_ids, *(step.said.preempted_req_ids or ()), *resumed):
+            self._running.pop(name, None)
         self._step_loads = told.early
         sampled = [
             self._compute(name, *step.places[name], count, step.said.scheduled_spec_decode_tokens.get(name, ()))
@@ -328,8 +349,10 @@ class Engine:
     ) -> list[int]:
         """Kernels of one request: what they sample. Drafts of which the last ones are wrong are computed too."""
         tokens, slots = self._tokens[name], self.worker.slots
-        cells = [Cells(group, table, slots) for group, table in zip(self.shape.groups, tables, strict=True)]
+        running = self._running.setdefault(name, Running())
+        cells = [Cells(group, table, slots, running) for group, table in zip(self.shape.groups, tables, strict=True)]
         row = tokens[: computed + count]
+        guesses = len(drafts)
         row += drafts[: computed + count - len(row)]
         if computed and self.interrupt is not None:
             interrupt, self.interrupt, self._was_interrupted = self.interrupt, None, True
@@ -348,8 +371,11 @@ class Engine:
         self.misread += wrong
         digests = [digest + wrong for digest in digests]
         for each in cells:
-            each.write(digests, computed)
+            each.write(digests, computed, guesses)
         sampled = self._sample(tokens, row, digests, is_whole=computed + count >= len(tokens))
+        running.column, running.accepted = Cells.column(len(row)), max(1, len(sampled))
+        has_moved = [each.accept(len(row), guesses, running.accepted) for each in cells]
+        running.accepted = 1 if any(has_moved) else running.accepted
         tokens += sampled
         if self.shape.draft_blocks:
             self._late.append(partial(self._write_drafter, name, tables[-1], computed, digests, list(tokens)))

@@ -402,6 +402,22 @@ RUNS: dict[str, Callable[[str, int], list[Engine]]] = {
         socket, seed, Shape(has_priorities=True, groups=(STATE, FULL), pages=60, at_a_time=6)
     ),
     "states-async": lambda socket, seed: two(socket, seed, Shape(is_async=True, **STATES)),
+    "states-drafts": lambda socket, seed: two(socket, seed, Shape(drafts=3, **STATES)),
+    "states-late": lambda socket, seed: two(socket, seed, Shape(**LATE, **STATES)),
+    "states-drop": lambda socket, seed: two(socket, seed, Shape(drafts=2, draft_blocks="drop", **STATES)),
+    "saved-late": lambda socket, seed: two(
+        socket, seed, Shape(**LATE, groups=(SAVED_STATE, SAVED_STATE, FULL), pages=240)
+    ),
+    "all-kinds-late": lambda socket, seed: two(
+        socket, seed, Shape(at_a_time=16, **LATE, **{**ALL_KINDS, "pages": 260})
+    ),
+    "tight-states-late": lambda socket, seed: tight(
+        socket, seed, replace(TIGHT, **LATE, groups=(STATE, WINDOW, FULL), pages=130)
+    ),
+    "deaths-states-drafts": lambda socket, seed: deaths(
+        socket, seed, Shape(stock=2, drafts=2, **{**ALL_KINDS, "pages": 260})
+    ),
+    "repeated-drafts": lambda socket, seed: repeated(socket, seed, Shape(drafts=2, **SAVED)),
     "windows-drafts": lambda socket, seed: two(socket, seed, Shape(drafts=3, **WINDOWS)),
     "windows-late": lambda socket, seed: two(socket, seed, Shape(**LATE, **WINDOWS)),
     "windows-drop": lambda socket, seed: two(socket, seed, Shape(drafts=3, draft_blocks="drop", **WINDOWS)),

@@ -74,6 +74,7 @@ def test_each_page_holds_what_was_computed_and_nothing_is_kept(name: str) -> Non
     [
         *("windows-late", "sizes-async", long("scratch")),
         *("states-async", long("states-within"), long("states-priorities"), "all-kinds"),
+        *(long("states-drafts"), "states-late", long("states-drop"), long("saved-late"), long("all-kinds-late")),
     ],
 )
 def test_each_group_holds_what_was_computed(name: str) -> None:
@@ -84,7 +85,7 @@ def test_each_group_holds_what_was_computed(name: str) -> None:
         assert told["failed_loads"] == 0
 
 
-@pytest.mark.parametrize("name", ["repeated", "repeated-async"])
+@pytest.mark.parametrize("name", ["repeated", "repeated-async", "repeated-drafts"])
 def test_a_prompt_that_comes_again_has_as_many_tokens_as_in_vllm_alone(name: str) -> None:
     with running_node() as node:
         assert run(name, node, 1)["whole"] == 4 * 27
@@ -110,7 +111,11 @@ def test_requests_whose_loads_fail_are_computed_or_end_as_vllm_is_told(name: str
 
 
 @pytest.mark.parametrize(
-    "name", ["tight", long("tight-async"), long("tight-lookahead"), long("tight-late"), "tight-all-kinds"]
+    "name",
+    [
+        *("tight", long("tight-async"), long("tight-lookahead"), long("tight-late")),
+        *("tight-all-kinds", long("tight-states-late")),
+    ],
 )
 def test_engines_that_have_each_what_the_others_wait_for_go_on(name: str) -> None:
     with running_node() as node:
@@ -122,7 +127,7 @@ def test_an_engine_whose_daemon_dies_while_requests_are_loaded_goes_on_with_the_
         assert run("die-while-loading", node, 1)["failed_loads"] >= 1
 
 
-@pytest.mark.parametrize("name", ["deaths", long("deaths-async"), "deaths-all-kinds"])
+@pytest.mark.parametrize("name", ["deaths", long("deaths-async"), "deaths-all-kinds", long("deaths-states-drafts")])
 def test_requests_end_well_however_often_the_daemon_dies(name: str) -> None:
     with short_folder() as folder, running_node(folder=folder) as node:
         assert run(name, node, 1)["whole"] >= 50

@@ -27,7 +27,15 @@ from cachesvc_client import Lease, LeaseLost
 from cachesvc_client.plugins.grants import Grants
 from cachesvc_client.plugins.matches import Matches, Sealing, Untold, Written, next_wish
 from cachesvc_client.plugins.outbox import Outbox
-from cachesvc_client.plugins.request_pages import NO_POSITIONS, AllParts, Positions, RequestPages, Wish, engine_groups
+from cachesvc_client.plugins.request_pages import (
+    NO_POSITIONS,
+    AllParts,
+    GroupTable,
+    Positions,
+    RequestPages,
+    Wish,
+    engine_groups,
+)
 from cachesvc_client.records.entries import Stock
 
 log = logging.getLogger(__name__)
@@ -226,6 +234,17 @@ class PageBook:
             self._written_on.append(request)
         else:
             self.untold.end(request)
+
+    def drop_spare(self, request: RequestPages, table: GroupTable, position: int) -> None:
+        """The engine has freed a cell for drafts of a request that goes on, and needs those before it."""
+        page = table.drop_spare(position)
+        self.held_blocks -= 1
+        request.held -= 1
+        if self.is_adrift:
+            self._private.add([page])
+        else:
+            table.dropped.append(page)
+            self.untold.recycle(request, {})
 
     def begin_writes(self, writes: list[Written]) -> None:
         """A step is launched that writes these: they are kept until its output has come, also where the engine frees

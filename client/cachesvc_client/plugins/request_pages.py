@@ -305,7 +305,8 @@ class RequestPages:
         if not self.others:
             return Growth(max(blocks, first))
         lacking = self._lacking(states)
-        end = max(blocks, first, first + max(map(len, lacking.values()), default=0))
+        ends = [max(first + len(holes), holes[-1] + 1) for holes in lacking.values() if holes]
+        end = max(blocks, first, *ends)
         positions = {}
         for group, holes in lacking.items():
             new = [position for position in holes if position >= first]
@@ -514,7 +515,8 @@ class GroupTable:
     """``parts``: its groups in the layout. ``pages``: by position, NO_PAGE in a hole. The engine has taken cells up to
     ``taken``, has not freed ``held`` of them, and needs none below ``first``, which was noted up to ``told`` and
     reported up to ``given_back``. Of a state group: ``unused``: positions whose own pages the engine has not taken;
-    ``states``: pages that it has taken, by position, until they are sealed, freed or not."""
+    ``states``: pages that it has taken, by position, until they are sealed, freed or not. ``dropped``: pages of states
+    that it took for drafts, and that are to go back by themselves."""
 
     parts: Parts
     is_state: bool
@@ -526,6 +528,7 @@ class GroupTable:
     given_back: int = 0
     unused: list[int] = field(default_factory=list)
     states: dict[int, int] = field(default_factory=dict)
+    dropped: list[int] = field(default_factory=list)
 
     @property
     def state_group(self) -> int:
@@ -605,6 +608,12 @@ class GroupTable:
         self.held -= 1
         self.first = max(self.first, position + 1)
 
+    def drop_spare(self, position: int) -> int:
+        """The engine has freed a cell that it took for drafts, and needs those before it. Return its page."""
+        self.held -= 1
+        page, self.pages[position] = self.states.pop(position), NO_PAGE
+        return page
+
     @property
     def unread(self) -> int:
         """Number of leading cells that the engine has freed and whose states are sealed: no step needs them."""
@@ -619,7 +628,11 @@ class GroupTable:
 
     def take_replaced(self, tables: Sequence[Pages], dead: Mapping[int, int]) -> list[tuple[int, int]]:
         """Pages ``(group, page)`` of cells that are dead and for which another engine's were sealed: the kernels had
-        this request's own until now. A state's page stays where it was granted, and goes with that cell."""
+        this request's own until now. A state's page stays where it was granted, and goes with that cell, but for those
+        that were dropped."""
+        if self.dropped:
+            dropped, self.dropped = self.dropped, []
+            return [(self.state_group, page) for page in dropped]
         first, end = self.given_back, min(self.parts.dead_pages(dead), len(self.pages))
         if self.is_state or end <= first:
             return []

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from cachesvc.ledger.change_log import Journal, Moment
-from cachesvc.ledger.page_pool import MOVED_AT_ONCE, LEGAL_PAGE_MOVES, PagePool
+from cachesvc.ledger.page_pool import LEGAL_PAGE_MOVES, MOVED_AT_ONCE, PagePool
 from cachesvc.ledger.shared_pool import NO_OWNER, GroupPool, change_group, group_pools
 from cachesvc.ledger.tier_copies import Place
 from cachesvc.model.errors import IllegalMove, LedgerBroken

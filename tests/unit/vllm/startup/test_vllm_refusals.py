@@ -108,7 +108,7 @@ def test_ngram_speculation_tensor_parallelism_and_adapters_are_served() -> None:
 
 
 def test_groups_of_windows_and_states_are_served_beside_whole_sequences() -> None:
-    config = overlaid(SlidingWindowSpec(), MambaSpec(), FullAttentionSpec())
+    config = overlaid(SlidingWindowSpec(), MambaSpec(num_speculative_blocks=2), FullAttentionSpec())
     require_supported(vllm_config(), config)
     assert cache_groups(config) == (
         CacheGroup(Retention.WINDOW, 32, 64),
@@ -125,7 +125,6 @@ def test_groups_of_windows_and_states_are_served_beside_whole_sequences() -> Non
         ([FullAttentionSpec()] * 129, "129 KV cache groups, and 128 are supported"),
         ([FullAttentionSpec(), CircularBufferSpec()], "groups of CircularBufferSpec are not supported; Full"),
         ([FullAttentionSpec(), MambaSpec(mamba_cache_mode="all")], "--mamba-cache-mode all cannot be shared"),
-        ([FullAttentionSpec(), MambaSpec(num_speculative_blocks=2)], "for drafts move them"),
         (
             [FullAttentionSpec(block_size=64), MambaSpec()],
             r"blocks of \[32, 64\], and vLLM keeps states within a block",
