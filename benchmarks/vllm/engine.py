@@ -255,7 +255,8 @@ class Server:
         sampling = SamplingParams(
             temperature=0, max_tokens=prompt["new"], logprobs=prompt.get("logprobs"), detokenize=False, ignore_eos=True
         )
-        self._engine.add_request(name, {"prompt_token_ids": tokens_of(prompt["pieces"])}, sampling)
+        tokens = tokens_of(prompt["pieces"]) + prompt.get("tail", [])
+        self._engine.add_request(name, {"prompt_token_ids": tokens}, sampling)
         return name
 
     def _keep_times(self) -> None:

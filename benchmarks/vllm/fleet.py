@@ -70,7 +70,7 @@ class Shape:
         heads = model["num_key_value_heads"] // self.ranks
         values = self.latent_values or 2 * heads * model["head_dim"]  # each rank keeps the latents whole
         whole = model.get("layer_types", ["full_attention"] * model["num_hidden_layers"]).count("full_attention")
-        return int(self.pool_bytes // (2 * values * (whole + self.draft_layers)))
+        return int(self.pool_bytes // (2 * values * max(1, whole + self.draft_layers)))
 
     @property
     def engine(self) -> str:

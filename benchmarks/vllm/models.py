@@ -228,3 +228,114 @@ CASES = {
 }
 """``*-draft``: the drafter is the target's first layers, so that it is right now and then. ``dsa``: 576 values of 16
 bits, and 132 bytes of the indexer."""
+
+
+# Small models of the layers of each family of hybrids, for ``benchmarks.vllm.families``.
+
+_DENSE = {**MODEL, "num_attention_heads": 16, "num_key_value_heads": 4, "hidden_size": 2048, "intermediate_size": 6144}
+_GDN = {
+    **_first_layers(QWEN_3_NEXT, 8),
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_nextn_predict_layers": 1,
+    "mtp_num_hidden_layers": 1,
+}
+_MAMBA_2 = {"mamba_d_state": 128, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 256, "mamba_n_groups": 1}
+_NEMOTRON_H = {
+    **{name: value for name, value in _DENSE.items() if name != "hidden_act"},
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "num_hidden_layers": 12,
+    "hybrid_override_pattern": "M-M-M*-M-M*-",
+    "head_dim": 128,
+    "attention_head_dim": 128,
+    "mamba_num_heads": 64,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "conv_kernel": 4,
+    "expand": 2,
+    "chunk_size": 128,
+    "mlp_hidden_act": "relu2",
+    "use_conv_bias": True,
+}
+_GRANITE_4 = {
+    **MODEL,
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "model_type": "granitemoehybrid",
+    "hidden_size": 1536,
+    "intermediate_size": 512,
+    "shared_intermediate_size": 1024,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "layer_types": [*["mamba"] * 4, "attention"] * 2,
+    "mamba_n_heads": 48,
+    "mamba_d_head": 64,
+    "position_embedding_type": "nope",
+    **_MAMBA_2,
+}
+_FALCON_H1 = {
+    **MODEL,
+    "architectures": ["FalconH1ForCausalLM"],
+    "model_type": "falcon_h1",
+    "hidden_size": 1536,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "mamba_d_ssm": 2048,
+    "mamba_n_heads": 32,
+    "mamba_d_head": 64,
+    **_MAMBA_2,
+}
+_BAMBA = {
+    **_DENSE,
+    "architectures": ["BambaForCausalLM"],
+    "model_type": "bamba",
+    "num_hidden_layers": 12,
+    "attn_layer_indices": [3, 7, 11],
+    "mamba_n_heads": 64,
+    "mamba_d_head": 64,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+    **_MAMBA_2,
+}
+_LFM_2 = {
+    **MODEL,
+    "architectures": ["Lfm2ForCausalLM"],
+    "model_type": "lfm2",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 10,
+    "head_dim": 64,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "block_ff_dim": 8192,
+    "block_multiple_of": 256,
+    "block_auto_adjust_ff_dim": True,
+    "block_ffn_dim_multiplier": 1.0,
+    "norm_eps": 1e-5,
+    "layer_types": ["conv", "conv", "full_attention", "conv", "conv"] * 2,
+}
+
+
+def _by_n_grams(tokens: int) -> dict[str, Any]:
+    return {"method": "ngram", "num_speculative_tokens": tokens, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+FAMILIES = {
+    "qwen3-next": Case(_GDN, "", engine=TRITON_STATES),
+    "qwen3-next-ngram": Case(_GDN, "", {}, _by_n_grams(3), engine=TRITON_STATES),
+    "qwen3-next-mtp": Case(_GDN, "", {}, {"method": "mtp", "num_speculative_tokens": 2}, engine=TRITON_STATES),
+    "nemotron-h": Case(_NEMOTRON_H, ""),
+    "nemotron-h-ngram": Case(_NEMOTRON_H, "", {}, _by_n_grams(2)),
+    "granite-4": Case(_GRANITE_4, ""),
+    "falcon-h1": Case(_FALCON_H1, ""),
+    "bamba": Case(_BAMBA, ""),
+    "lfm2": Case(_LFM_2, ""),
+    "gemma-3": Case(_first_layers(GEMMA_3, 12), ""),
+    "gpt-oss": Case(_first_layers(GPT_OSS, 8), ""),
+}
