@@ -36,6 +36,7 @@ def make(wish: dict[str, Any]) -> Any:
         "skip_tokenizer_init": True,
         "enforce_eager": True,
         "seed": wish.get("seed", 0),
+        "dtype": "float32",  # at 16 bits an answer's last digits depend on its batch, on processors with AMX
         "block_size": 32,
         "max_model_len": 2048,
         "max_num_seqs": 16,

@@ -115,7 +115,7 @@ QWEN_3_NEXT = HybridModel(
     block_tokens=288,
     blocks=64,
     least_blocks=24,
-    options={"max_num_batched_tokens": 576},
+    options={"max_num_batched_tokens": 576, "dtype": "bfloat16"},  # its kernels for processors know no other
     repeats_bits=False,
 )
 """Three groups of gated delta networks' states, and one of whole sequences, whose blocks are as large as a state."""
