@@ -51,6 +51,39 @@ def ranks() -> str:
     return rows(head, body, *machines)
 
 
+def families() -> str:
+    """Families of hybrids: hits of an engine that computed none of them, held against vLLM alone."""
+    found = load("vllm-families.json")
+    body = []
+    for name, family in found["families"].items():
+        if "failed" in family:
+            continue
+        asked = family["rows"]
+        again = next(row for row in asked if row["what"] == "long")
+        made, taken = (sum(row["second"][each] for row in asked) for each in ("drafted", "accepted"))
+        drafts = f"{family['drafts']['method']}, {taken} of {made}" if family["drafts"] else ""
+        same = [sum(row[who]["same"] for row in asked) for who in ("second", "control")]
+        apart = [max(row[who]["apart"] for row in asked) for who in ("second", "control")]
+        body.append(
+            [
+                name,
+                f"{family['block_tokens']}",
+                drafts,
+                f"{again['second']['cached']:,}",
+                *(f"{count:,}, {most:g}" for count, most in zip(same, apart, strict=True)),
+            ]
+        )
+    head = [
+        "family",
+        "tokens of a block",
+        "drafts accepted",
+        "hit of the long prompt",
+        "as vLLM alone: tokens, apart",
+        "vLLM alone once more",
+    ]
+    return rows(head, body, found["machine"])
+
+
 def ran(run: str) -> tuple[str, str]:
     """GPU and date of a run, which is a file and the keys that lead to what it found. Raises KeyError where that is
     not in the file, or the file is not of a GPU."""
@@ -82,6 +115,7 @@ def _remarks(row: dict[str, Any]) -> str:
 
 TABLES = {
     "vllm-ranks": ranks,
+    "vllm-families": families,
     "vllm-models": models,
     "vllm-features": features,
 }

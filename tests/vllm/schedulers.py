@@ -57,7 +57,12 @@ def make_scheduler(name: str, settings: Settings, shape: Shape, longest_tokens: 
             drafter = Path(folder, "drafter")
             drafter.mkdir()
             Path(drafter, "config.json").write_text(json.dumps({**MODEL, "num_hidden_layers": 1}), encoding="utf-8")
-            drafting = {"method": "eagle", "model": str(drafter), "num_speculative_tokens": shape.drafts}
+            drafting = {
+                "method": "eagle",
+                "model": str(drafter),
+                "num_speculative_tokens": shape.drafts,
+                "disable_eagle_block_drop": shape.keeps_last,
+            }
         config = EngineArgs(
             model=folder,
             skip_tokenizer_init=True,

@@ -417,6 +417,9 @@ RUNS: dict[str, Callable[[str, int], list[Engine]]] = {
     "deaths-states-drafts": lambda socket, seed: deaths(
         socket, seed, Shape(stock=2, drafts=2, **{**ALL_KINDS, "pages": 260})
     ),
+    "repeated-lookahead": lambda socket, seed: repeated(
+        socket, seed, Shape(drafts=2, draft_blocks="lookahead", keeps_last=True, groups=(STATE, FULL), pages=400)
+    ),
     "repeated-drafts": lambda socket, seed: repeated(socket, seed, Shape(drafts=2, **SAVED)),
     "windows-drafts": lambda socket, seed: two(socket, seed, Shape(drafts=3, **WINDOWS)),
     "windows-late": lambda socket, seed: two(socket, seed, Shape(**LATE, **WINDOWS)),

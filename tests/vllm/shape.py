@@ -35,7 +35,7 @@ SAVED_STATE = Group(is_state=True, saves_within=True)
 @dataclass(frozen=True)
 class Shape:
     """Settings of an engine. ``draft_blocks``: the connector's setting, of engines with a drafter; empty: they guess
-    by n-grams. ``drafts_late``: its kernels run once the step's output was taken, before those of the next step.
+    by n-grams. ``keeps_last``: vLLM itself leaves out no block of a hit. ``drafts_late``: its kernels run once the step's output was taken, before those of the next step.
     ``page_bytes``: more than digests need, so that loads take their time. ``recomputes``: what was not loaded; else its
     request ends with an error. ``events``: the folder of sockets on which vLLM publishes KV events, one for each
     engine; empty: it publishes none. ``groups``: of the cache, over one pool; the last one keeps whole sequences.
@@ -48,6 +48,7 @@ class Shape:
     stock: int = 4
     drafts: int = 0
     draft_blocks: str = ""
+    keeps_last: bool = False
     weights_version: str = ""
     drafts_late: bool = False
     is_async: bool = False

@@ -85,7 +85,7 @@ def test_each_group_holds_what_was_computed(name: str) -> None:
         assert told["failed_loads"] == 0
 
 
-@pytest.mark.parametrize("name", ["repeated", "repeated-async", "repeated-drafts"])
+@pytest.mark.parametrize("name", ["repeated", "repeated-async", "repeated-drafts", "repeated-lookahead"])
 def test_a_prompt_that_comes_again_has_as_many_tokens_as_in_vllm_alone(name: str) -> None:
     with running_node() as node:
         assert run(name, node, 1)["whole"] == 4 * 27
