@@ -35,6 +35,8 @@ from cachesvc_vllm.transfers import Loading, StepTransfers
 from cachesvc_vllm.wishes import Wishes, blocks_ahead
 
 RUNNING = "RUNNING"
+WORTH_DIVISOR = 16
+"""Part of a step's tokens that a request has to have in common with what another one computes, to wait for that."""
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +78,7 @@ class SchedulerSide:
         self._book.untold.is_late = drafts
         self._book.drops_last = lookahead_tokens > 0 and not self._has_lookahead
         self._step_tokens = step_tokens
+        self._book.prefills.least_blocks = -(-step_tokens // WORTH_DIVISOR // block_tokens)
         self._keys = LookaheadKeys(lookahead_tokens if self._has_lookahead else 0, block_tokens)
         self._weights = WeightsVersion(settings.weights_version, announced_in(registration), node.announced_weights)
         if replaced:
@@ -243,6 +246,9 @@ class SchedulerSide:
         with self.watch:
             pages = self._book.find(request.request_id)
             if pages is None or pages.is_coming:
+                return None, False
+            if self._book.must_wait(pages):
+                self._put_off.discard(request.request_id)
                 return None, False
             tokens = pages.offer(local_tokens, self._block_tokens)
             awaited = tokens if self._loading.is_awaited(pages, self._unfinished) else 0
@@ -430,6 +436,7 @@ class SchedulerSide:
             self._book.give_way(pages)
         elif not is_admitted:
             self._unfinished[request.request_id] = request
+            self._book.prefills.begin(pages)
             self._first_token.admit(is_alone=len(self._unfinished) == 1)
             self._put_off.discard(request.request_id)
             tokens, block_tokens = request.num_tokens, self._block_tokens

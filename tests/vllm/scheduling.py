@@ -256,7 +256,7 @@ class Engine:
         kept: dict[str, Any] = {"loads": self.worker._loads, "scheduler": self.scheduler.requests}  # noqa: SLF001
         parts = [getattr(book.untold, each) for each in ("ready", "_late", "_fresh")]
         kept |= {"untold": [part for part in parts if part.sealing or part.ended]}
-        owners = (side, side._pool, side._keys, side._loading, book, book._matches, book.outbox, record)  # noqa: SLF001
+        owners = (side, side._pool, side._keys, side._loading, book, book._matches, book.prefills, book.outbox, record)  # noqa: SLF001
         for owner in owners:
             kept |= {each: value for each, value in vars(owner).items() if isinstance(value, dict | list | set)}
         ours = ("pools", "blocks", "kv_event_queue", "_callbacks", "_hits")

@@ -348,6 +348,24 @@ def parting(socket: str, seed: int, shape: Shape) -> list[Engine]:
     return engines
 
 
+def together(socket: str, seed: int, shape: Shape) -> list[Engine]:
+    """Requests that come together and begin alike: one of them computes that, and the others find it."""
+    engine, rng = Engine("e0", socket, seed, shape), random.Random(seed)
+    for head, tail in ((41, 0), (40, 5), (100, 0), (90, 6)):
+        common = [rng.randrange(VOCABULARY) for _ in range(head)]
+        names = [engine.add([*common, *[each] * tail], 4) for each in range(6)]
+        run_out(engine)
+        assert sorted(engine.hits[name] for name in names)[1] >= head // 4 * 4 - 4, [
+            engine.hits[each] for each in names
+        ]
+    common = [rng.randrange(VOCABULARY) for _ in range(50)]
+    gone = [engine.add([*common, *[each] * 9], 4) for each in range(3)]
+    engine.step()
+    engine.abort(gone[0])  # which computes what the others wait for
+    run_out(engine)
+    return [engine]
+
+
 def _begin_hits(engine: Engine, rng: random.Random) -> None:
     """Requests that have hits, and run."""
     prompts = [[rng.randrange(VOCABULARY) for _ in range(40)] for _ in range(4)]
@@ -430,6 +448,10 @@ RUNS: dict[str, Callable[[str, int], list[Engine]]] = {
     "failing": lambda socket, seed: two(socket, seed, Shape(recomputes=False)),
     "tight": lambda socket, seed: tight(socket, seed, TIGHT),
     "tight-async": lambda socket, seed: tight(socket, seed, replace(TIGHT, is_async=True)),
+    "together": lambda socket, seed: together(socket, seed, Shape(pages=200)),
+    "together-async": lambda socket, seed: together(socket, seed, Shape(pages=200, is_async=True)),
+    "together-windows": lambda socket, seed: together(socket, seed, Shape(**WINDOWS)),
+    "together-late": lambda socket, seed: together(socket, seed, Shape(pages=200, **LATE)),
     "repeated": lambda socket, seed: repeated(socket, seed, Shape(**SAVED)),
     "repeated-async": lambda socket, seed: repeated(socket, seed, Shape(is_async=True, **SAVED)),
     "parting": lambda socket, seed: parting(socket, seed, Shape(groups=(STATE, STATE, FULL), pages=400)),

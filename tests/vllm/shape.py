@@ -35,12 +35,12 @@ SAVED_STATE = Group(is_state=True, saves_within=True)
 @dataclass(frozen=True)
 class Shape:
     """Settings of an engine. ``draft_blocks``: the connector's setting, of engines with a drafter; empty: they guess
-    by n-grams. ``keeps_last``: vLLM itself leaves out no block of a hit. ``drafts_late``: its kernels run once the step's output was taken, before those of the next step.
-    ``page_bytes``: more than digests need, so that loads take their time. ``recomputes``: what was not loaded; else its
-    request ends with an error. ``events``: the folder of sockets on which vLLM publishes KV events, one for each
-    engine; empty: it publishes none. ``groups``: of the cache, over one pool; the last one keeps whole sequences.
-    ``has_priorities``: requests have some, and vLLM schedules by them. ``patience_ms``: with what another node is said
-    to compute."""
+    by n-grams. ``keeps_last``: vLLM itself leaves out no block of a hit. ``drafts_late``: its kernels run once the
+    step's output was taken, before those of the next step. ``page_bytes``: more than digests need, so that loads take
+    their time. ``recomputes``: what was not loaded; else its request ends with an error. ``events``: the folder of
+    sockets on which vLLM publishes KV events, one for each engine; empty: it publishes none. ``groups``: of the cache,
+    over one pool; the last one keeps whole sequences. ``has_priorities``: requests have some, and vLLM schedules by
+    them. ``patience_ms``: with what another node is said to compute."""
 
     pages: int = 96
     at_a_time: int = 8

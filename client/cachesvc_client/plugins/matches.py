@@ -304,6 +304,108 @@ _news: dict[str, News] = {}
 """By what was asked for."""
 
 
+# Prompts that requests of this engine compute, while others with the same beginning wait.
+#
+# Requests that come together are matched before any of them computes, so each would compute what all have in common.
+# The first one does, and the others wait until its blocks are reported, and are matched again:
+#
+#     iteration 1   the first one computes
+#               2   its blocks are reported, and behind that the others' matches are sent
+#               3   the others are scheduled, with a hit
+
+
+class Prefills:
+    """``has_states``: a hit needs a state at its end, which a prompt leaves at the end of its last block.
+    ``least_blocks``: that a request waits for. Used from the engine's scheduler thread."""
+
+    def __init__(self, *, has_states: bool = False) -> None:
+        self.least_blocks = 1
+        self._has_states = has_states
+        self._computed: dict[str, RequestPages] = {}
+        self._waiting: dict[str, RequestPages] = {}
+
+    @property
+    def are_due(self) -> bool:
+        """True where requests are to be matched again."""
+        return any(not self._is_ahead(each) for each in self._waiting.values())
+
+    def begin(self, request: RequestPages) -> None:
+        """Note a request that the engine has admitted: it computes its prompt."""
+        self._waiting.pop(request.request_id, None)
+        if request.is_shared and _last_block(request) > request.loaded_blocks:
+            self._computed[request.request_id] = request
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that was matched again, or has ended. Idempotent."""
+        self._waiting.pop(request_id, None)
+
+    def must_wait(self, request: RequestPages) -> bool:
+        """True until a request is matched again behind whose hit another one computes what it begins with, too."""
+        if self._waiting.get(request.request_id) is request:
+            return True
+        self._waiting.pop(request.request_id, None)
+        if not self._is_ahead(request):
+            return False
+        self._waiting[request.request_id] = request
+        return True
+
+    def take_due(self, ahead: Iterable[RequestPages]) -> dict[str, Wish]:
+        """Requests to match again: what they wait for is reported, or will not come. So are those ``ahead`` that were
+        matched before another's prompt was reported with which they begin."""
+        reported = [each for each in self._computed.values() if _is_reported(each)]
+        for request in ahead if reported else ():
+            if not request.is_coming and any(self._shares(request, each) for each in reported):
+                self._waiting[request.request_id] = request
+        for each in list(self._computed.values()):
+            if each in reported or not (each.held and each.is_shared):
+                del self._computed[each.request_id]
+        due = [each for each in self._waiting.values() if not (each.is_matching or self._is_ahead(each))]
+        return {each.request_id: each.wish for each in due if each.wish is not None}
+
+    def _is_ahead(self, request: RequestPages) -> bool:
+        """True while another request computes enough of it behind its hit."""
+        others = (each for each in self._computed.values() if each is not request)
+        coming = (each for each in others if _is_reported(each) or (each.held and each.is_shared))
+        return any(self._shares(request, each) for each in coming)
+
+    def _shares(self, request: RequestPages, other: RequestPages) -> bool:
+        """True where another request computes enough of it behind its hit, and has more to report of that."""
+        wish, theirs = request.wish, other.wish
+        if wish is None or theirs is None or wish.salt != theirs.salt:
+            return False
+        first, last = request.loaded_blocks, _last_block(other)
+        common = _common(theirs.hashes, wish.hashes, first, min(last, wish.most_blocks))
+        leaves_hit = not self._has_states or common >= last - 1
+        is_told = common <= _asked_blocks(other) < last
+        return common - first >= self.least_blocks and leaves_hit and not is_told
+
+
+def _asked_blocks(request: RequestPages) -> int:
+    return 0 if request.sequence is None else request.sequence.record.asked_blocks
+
+
+def _is_reported(request: RequestPages) -> bool:
+    """True once the daemon has been told of all of a prompt that can be a hit."""
+    return _asked_blocks(request) >= _last_block(request)
+
+
+def _last_block(request: RequestPages) -> int:
+    """Number of full blocks of a request's prompt, of those that a match may have."""
+    return 0 if request.wish is None else min(request.wish.most_blocks, len(request.wish.hashes))
+
+
+def _common(one: Sequence[bytes], other: Sequence[bytes], first: int, end: int) -> int:
+    """Number of leading hashes that are equal in both, at most ``end``; those before ``first`` are. Each hash stands
+    for all before it."""
+    while first < end:
+        middle = (first + end + 1) // 2
+        if one[middle - 1] == other[middle - 1]:
+            first = middle
+        else:
+            end = middle - 1
+    return first
+
+
 # Reports to the daemon that must wait: computed blocks, cells that are not read any more, and ended requests.
 #
 # A drafter's kernels may run on when a step's output has come, for sampled tokens are copied out before that. They

@@ -25,7 +25,7 @@ import numpy as np
 from cachesvc.model.words import KEY_BYTES, NO_PAGE
 from cachesvc_client import Lease, LeaseLost
 from cachesvc_client.plugins.grants import Grants
-from cachesvc_client.plugins.matches import Matches, Sealing, Untold, Written, next_wish
+from cachesvc_client.plugins.matches import Matches, Prefills, Sealing, Untold, Written, next_wish
 from cachesvc_client.plugins.outbox import Outbox
 from cachesvc_client.plugins.request_pages import (
     NO_POSITIONS,
@@ -68,6 +68,7 @@ class PageBook:
         self.without_host: set[str] = set()
         abandon = self.untold.ready.ended.append
         self._matches = Matches(self.keys, self.groups, abandon, ahead_blocks, self.without_host, clock)
+        self.prefills = Prefills(has_states=bool(self.groups.states))
         self._asking = Asking(self._grants, self._matches, self._drop_idle)
         self._writes: deque[list[Written]] = deque()
         self._written_on: list[RequestPages] = []
@@ -134,6 +135,7 @@ class PageBook:
     def forget(self, request_id: str) -> None:
         """Give the request's pages back, at once or when the engine has freed the last of them."""
         self._matches.forget(request_id)
+        self.prefills.forget(request_id)
         self._give_back(self._requests.pop(request_id, None))
 
     @property
@@ -328,6 +330,12 @@ class PageBook:
                 self._send_matches(self._matches.stale(self.outbox, self._clock()))
             self._grants.demand.look(self._running, self._matches.waiting_blocks)
         self._grants.report_if_due()
+        if due := self.prefills.take_due(self._matches.ahead.values()):  # behind the report of what they wait for
+            self._send_matches(due)
+
+    def must_wait(self, request: RequestPages) -> bool:
+        """True while a request of this engine computes what this one begins with, and the daemon will have it."""
+        return self.goes_on and request.sequence is not None and self.prefills.must_wait(request)
 
     def rest(self) -> None:
         """Nothing runs: report what has ended without an output, such as a request that was aborted while it waited. So
@@ -349,7 +357,8 @@ class PageBook:
     @property
     def is_urgent(self) -> bool:
         """True where ``flush`` has more to tell than what decoding leaves, or the stock may not last."""
-        return self._matches.are_waiting or self.untold.ready.is_urgent or self._grants.is_low(self._running)
+        has_news = self._matches.are_waiting or self.untold.ready.is_urgent or self.prefills.are_due
+        return has_news or self._grants.is_low(self._running)
 
     def top_up(self) -> None:
         """Take in what has come, and have the stock filled where the last step found too little for what waits, or
