@@ -330,8 +330,10 @@ class PageBook:
                 self._send_matches(self._matches.stale(self.outbox, self._clock()))
             self._grants.demand.look(self._running, self._matches.waiting_blocks)
         self._grants.report_if_due()
-        if due := self.prefills.take_due(self._matches.ahead.values()):  # behind the report of what they wait for
-            self._send_matches(due)
+        due = self.prefills.take_due(self._matches.ahead.values())
+        if due and self._send_matches(due):  # behind the report of what they wait for
+            for request_id in due:
+                self.prefills.forget(request_id)
 
     def must_wait(self, request: RequestPages) -> bool:
         """True while a request of this engine computes what this one begins with, and the daemon will have it."""
