@@ -87,9 +87,11 @@ def draft_lookahead(vllm_config: VllmConfig) -> int:
 
 
 def drafts_with_kv(vllm_config: VllmConfig) -> bool:
-    """Return True where a drafter has KV of its own: its kernels may run on when a step's output has come."""
+    """Return True where kernels may run on when a step's output has come: those of a drafter with KV of its own, and
+    with recurrent states the copy of what was accepted, which vLLM's V2 runner launches behind the output's."""
     speculative = vllm_config.speculative_config
-    return speculative is not None and bool(speculative.uses_draft_kv_cache())
+    has_states = bool(getattr(vllm_config.model_config, "is_hybrid", False))
+    return speculative is not None and (bool(speculative.uses_draft_kv_cache()) or has_states)
 
 
 def extra_keys_of(request: Request, first: int, end: int) -> object:

@@ -332,7 +332,7 @@ class Prefills:
     def begin(self, request: RequestPages) -> None:
         """Note a request that the engine has admitted: it computes its prompt."""
         self._waiting.pop(request.request_id, None)
-        if request.is_shared and _last_block(request) > request.loaded_blocks:
+        if request.is_shared and _last_block(request) - request.loaded_blocks >= self.least_blocks:
             self._computed[request.request_id] = request
 
     def forget(self, request_id: str) -> None:
