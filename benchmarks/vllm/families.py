@@ -99,7 +99,8 @@ def ask(fleet: Fleet, case: Case) -> dict[str, Any]:
     answers = {each.name: said.result() for each, said in zip(engines, asking, strict=False)}
     answers[engines[-1].name] = question_all(engines[-1], block_tokens, drafts=drafts)
     rows = [
-        {"what": alone["what"], "alone": told(alone, alone)} | {name: told(alone, answers[name][at]) for name in REST}
+        {"what": alone["what"], "alone": figures_of(alone, alone)}
+        | {name: figures_of(alone, answers[name][at]) for name in REST}
         for at, alone in enumerate(answers["alone"])
     ]
     return {
@@ -164,7 +165,7 @@ def _drafts(engine: Engine, *, drafts: bool) -> list[float]:
     return [taken["draft"], taken["accepted"]]
 
 
-def told(alone: dict[str, Any], mine: dict[str, Any]) -> dict[str, Any]:
+def figures_of(alone: dict[str, Any], mine: dict[str, Any]) -> dict[str, Any]:
     """Return the figures of an engine's answers, held against those of vLLM alone."""
     same, apart, tokens = 0, 0.0, 0
     for theirs, each in zip(alone["requests"], mine["requests"], strict=True):

@@ -19,7 +19,7 @@ from cachesvc_vllm.handover import answer_of
 from cachesvc_vllm.kv_events import PublisherTap, tap_publisher
 from cachesvc_vllm.media import look_at_loads
 from cachesvc_vllm.metrics import CacheMetrics, CacheStats
-from cachesvc_vllm.plain import draft_lookahead, drafts_with_kv, log_as_vllm
+from cachesvc_vllm.plain import draft_lookahead, has_late_kernels, log_as_vllm
 from cachesvc_vllm.scheduler_side import SchedulerSide
 from cachesvc_vllm.settings import FLAGS, read_settings
 from cachesvc_vllm.transfers import StepTransfers, WorkerLease, WorkerShare, has_lapsed
@@ -133,7 +133,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             step_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
             publisher = None if self._tap is None else self._tap.publisher
             config = self._vllm_config
-            lookahead, drafts = draft_lookahead(config), drafts_with_kv(config)
+            lookahead, drafts = draft_lookahead(config), has_late_kernels(config)
             self._scheduler = SchedulerSide(
                 node,
                 self._settings,

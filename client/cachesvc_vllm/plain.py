@@ -86,7 +86,7 @@ def draft_lookahead(vllm_config: VllmConfig) -> int:
     return int(vllm_config.num_prefill_lookahead_tokens)
 
 
-def drafts_with_kv(vllm_config: VllmConfig) -> bool:
+def has_late_kernels(vllm_config: VllmConfig) -> bool:
     """Return True where kernels may run on when a step's output has come: those of a drafter with KV of its own, and
     with recurrent states the copy of what was accepted, which vLLM's V2 runner launches behind the output's."""
     speculative = vllm_config.speculative_config

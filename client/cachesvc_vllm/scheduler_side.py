@@ -59,7 +59,7 @@ class SchedulerSide:
         replaced: str = "",
     ) -> None:
         """``step_tokens``: the most that vLLM schedules in an iteration, of ``most_requests``. ``lookahead_tokens``:
-        those that a drafter reads ahead (``draft_lookahead``). ``drafts``: a drafter writes KV (``drafts_with_kv``).
+        those that a drafter reads ahead (``draft_lookahead``). ``drafts``: kernels run on behind an output (``has_late_kernels``).
         ``publisher``: of KV events. ``lora_config``: of adapters; None: there are none. ``ranks``: of the engine.
         ``replaced``: why its weights may not be those that it is named by."""
         self._node, self._allows_untested = node, settings.allow_untested_vllm

@@ -36,7 +36,7 @@ from cachesvc_vllm.adapters import LoadedAdapters
 from cachesvc_vllm.cache_groups import group_parts, layers_in_order, place_wider_first, slab_layout
 from cachesvc_vllm.identity import config_details
 from cachesvc_vllm.media import Runtime, Sharing, model_facts, model_name, replaced_weights
-from cachesvc_vllm.plain import Start, WarmUp, agreed_model, drafts_with_kv
+from cachesvc_vllm.plain import Start, WarmUp, agreed_model, has_late_kernels
 from cachesvc_vllm.refusals import require_supported, require_version
 from cachesvc_vllm.settings import FLAGS, Settings
 from cachesvc_vllm.transfers import EarlyLoad, StepTransfers, WorkerLease, lapsed_blocks
@@ -84,7 +84,7 @@ class WorkerSide:
         self._asked: set[str] = set()
         self._has_layer_calls = True
         self._waits = LayerWaits(lambda: self._pool, torch.cuda.current_stream)
-        self._drafts = drafts_with_kv(vllm_config)
+        self._drafts = has_late_kernels(vllm_config)
         self._told: WorkerLease | None = None
         self._tells_blocks = len(kv_cache_config.kv_cache_groups) == 1
         if vllm_config.lora_config is not None:

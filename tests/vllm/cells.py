@@ -58,7 +58,7 @@ class Cells:
                 raise Misread(f"page {page} of {self.group} in {self.table} is not that of {computed} computed tokens")
 
     def write(self, digests: Sequence[int], computed: int, drafts: int) -> None:
-        """Write what is computed behind ``computed``, of which the last ``drafts`` tokens are guesses."""
+        """Write what is computed behind ``computed``; the last ``drafts`` tokens are guesses."""
         end = len(digests)
         if self.group.is_state:
             for ahead in range(drafts + 1):

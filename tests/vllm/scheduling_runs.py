@@ -366,6 +366,29 @@ def together(socket: str, seed: int, shape: Shape) -> list[Engine]:
     return [engine]
 
 
+def queued(socket: str, seed: int) -> list[Engine]:
+    """Six requests of one prompt and two places: those that vLLM does not look at are matched again once, not with
+    each report."""
+    engine, rng = Engine("e0", socket, seed, Shape(pages=400, at_a_time=2)), random.Random(seed)
+    matches, sent = engine.connector._scheduler._book._matches, []  # noqa: SLF001 - how often the daemon is asked
+    send = matches.send
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        found = send(*args, **kwargs)
+        sent.extend(found)
+        return found
+
+    matches.send = count
+    prompt = [rng.randrange(VOCABULARY) for _ in range(40)]
+    names = [engine.add(prompt, 40) for _ in range(6)]
+    while engine.is_busy:
+        engine.step()
+        engine.settle()
+    assert sum(engine.hits[name] > 0 for name in names) == 5
+    assert len(sent) <= 6 * len(names), f"{len(sent)} matches for {len(names)} requests"
+    return [engine]
+
+
 def _begin_hits(engine: Engine, rng: random.Random) -> None:
     """Requests that have hits, and run."""
     prompts = [[rng.randrange(VOCABULARY) for _ in range(40)] for _ in range(4)]
@@ -450,6 +473,7 @@ RUNS: dict[str, Callable[[str, int], list[Engine]]] = {
     "tight-async": lambda socket, seed: tight(socket, seed, replace(TIGHT, is_async=True)),
     "together": lambda socket, seed: together(socket, seed, Shape(pages=200)),
     "together-async": lambda socket, seed: together(socket, seed, Shape(pages=200, is_async=True)),
+    "queued": queued,
     "together-windows": lambda socket, seed: together(socket, seed, Shape(**WINDOWS)),
     "together-late": lambda socket, seed: together(socket, seed, Shape(pages=200, **LATE)),
     "repeated": lambda socket, seed: repeated(socket, seed, Shape(**SAVED)),

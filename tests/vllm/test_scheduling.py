@@ -97,6 +97,11 @@ def test_what_requests_that_come_together_begin_with_is_computed_once(name: str)
         assert run(name, node, 1)["whole"] == 4 * 6 + 2
 
 
+def test_a_request_that_waits_for_a_place_is_matched_again_once() -> None:
+    with running_node() as node:
+        assert run("queued", node, 1)["whole"] == 6
+
+
 @pytest.mark.parametrize("name", ["parting", "parting-async"])
 def test_a_prompt_that_parts_from_another_leaves_a_state_there(name: str) -> None:
     with running_node() as node:

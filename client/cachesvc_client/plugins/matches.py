@@ -339,8 +339,14 @@ class Prefills:
         """Forget a request that was matched again, or has ended. Idempotent."""
         self._waiting.pop(request_id, None)
 
+    def clear(self) -> None:
+        """Forget all requests: they begin anew."""
+        self._computed.clear()
+        self._waiting.clear()
+
     def must_wait(self, request: RequestPages) -> bool:
-        """True until a request is matched again behind whose hit another one computes what it begins with, too."""
+        """True while another request computes blocks that continue this one's hit, and then until this one was matched
+        again."""
         if self._waiting.get(request.request_id) is request:
             return True
         self._waiting.pop(request.request_id, None)
@@ -376,8 +382,8 @@ class Prefills:
         first, last = request.loaded_blocks, _last_block(other)
         common = _common(theirs.hashes, wish.hashes, first, min(last, wish.most_blocks))
         leaves_hit = not self._has_states or common >= last - 1
-        is_told = common <= _asked_blocks(other) < last
-        return common - first >= self.least_blocks and leaves_hit and not is_told
+        is_sent = common <= _asked_blocks(other) < last
+        return common - first >= self.least_blocks and leaves_hit and not is_sent
 
 
 def _asked_blocks(request: RequestPages) -> int:
@@ -385,7 +391,7 @@ def _asked_blocks(request: RequestPages) -> int:
 
 
 def _is_reported(request: RequestPages) -> bool:
-    """True once the daemon has been told of all of a prompt that can be a hit."""
+    """True once all of a prompt that can be a hit has been reported to the daemon."""
     return _asked_blocks(request) >= _last_block(request)
 
 

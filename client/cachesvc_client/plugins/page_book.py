@@ -407,6 +407,7 @@ class PageBook:
         self._requests.clear()
         self._matches.drop()
         self._matches.ahead.clear()
+        self.prefills.clear()
         self.untold.clear()
         self._forget_writes()
         self._written_on.clear()

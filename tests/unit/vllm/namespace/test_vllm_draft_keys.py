@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from cachesvc_client.plugins.keeper import ConnectorRefused
-from cachesvc_vllm.plain import LookaheadKeys, computed_blocks, draft_lookahead
+from cachesvc_vllm.plain import LookaheadKeys, computed_blocks, draft_lookahead, has_late_kernels
 
 BLOCK = 4
 
@@ -108,6 +108,18 @@ def test_how_far_a_drafter_reads_ahead_is_what_vllm_says() -> None:
     assert draft_lookahead(config(None)) == 0
     assert draft_lookahead(config(SimpleNamespace(use_eagle=lambda: False))) == 0
     assert draft_lookahead(config(SimpleNamespace(use_eagle=lambda: True))) == 3
+
+
+@pytest.mark.parametrize(
+    ("has_drafter", "has_kv", "has_states", "is_late"),
+    [(False, False, True, False), (True, False, False, False), (True, True, False, True), (True, False, True, True)],
+)
+def test_kernels_run_behind_an_output_with_a_drafter_s_kv_and_with_accepted_states(
+    has_drafter: bool, has_kv: bool, has_states: bool, is_late: bool
+) -> None:
+    drafter = SimpleNamespace(uses_draft_kv_cache=lambda: has_kv) if has_drafter else None
+    config: Any = SimpleNamespace(speculative_config=drafter, model_config=SimpleNamespace(is_hybrid=has_states))
+    assert has_late_kernels(config) == is_late
 
 
 def test_a_drafter_that_reads_further_ahead_than_a_block_is_refused() -> None:
