@@ -60,8 +60,8 @@ class SchedulerSide:
     ) -> None:
         """``step_tokens``: the most that vLLM schedules in an iteration, of ``most_requests``. ``lookahead_tokens``:
         those that a drafter reads ahead (``draft_lookahead``). ``drafts``: kernels run on behind an output
-        (``has_late_kernels``). ``publisher``: of KV events. ``lora_config``: of adapters; None: there are none. ``ranks``: of the engine.
-        ``replaced``: why its weights may not be those that it is named by."""
+        (``has_late_kernels``). ``publisher``: of KV events. ``lora_config``: of adapters; None: there are none.
+        ``ranks``: of the engine. ``replaced``: why its weights may not be those that it is named by."""
         self._node, self._allows_untested = node, settings.allow_untested_vllm
         self._has_lookahead, self._lookahead_tokens = settings.draft_blocks == "lookahead", lookahead_tokens
         registration = node.lease.registration
