@@ -340,7 +340,9 @@ class Prefills:
         self._waiting.pop(request_id, None)
 
     def clear(self) -> None:
-        """Forget all requests: they begin anew."""
+        """Forget all requests, which are scheduled anew from their first token, as after a preemption of every one.
+
+        None waits after it; blocks computed before count for none."""
         self._computed.clear()
         self._waiting.clear()
 
