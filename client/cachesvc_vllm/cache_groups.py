@@ -59,6 +59,12 @@ def common_block_tokens(kv_cache_config: Any) -> int:
     return math.lcm(*(each.kv_cache_spec.block_size for each in kv_cache_config.kv_cache_groups))
 
 
+def most_drafts(kv_cache_config: Any) -> int:
+    """Return the cells for drafts that a request has in a group of states; 0 where no state is kept for drafts."""
+    layers = (layer for each in kv_cache_config.kv_cache_groups for layer in layer_specs(each.kv_cache_spec))
+    return max(int(getattr(layer, "num_speculative_blocks", 0)) for layer in layers)
+
+
 def layer_specs(spec: Any) -> list[Any]:
     """Return the specs of a group's layers, each kind once."""
     return list(spec.kv_cache_specs.values()) if type(spec).__name__ == UNIFORM_SPECS else [spec]

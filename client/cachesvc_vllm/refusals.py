@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from cachesvc_client.plugins.keeper import ConnectorRefused
 
-from cachesvc_vllm.cache_groups import cache_groups
+from cachesvc_vllm.cache_groups import CacheGroup, Retention, cache_groups, most_drafts
 
 TESTED = ((0, 32), (0, 33))
 """Releases of vLLM that the connector was tested with: it replaces vLLM's block pool, which is no public API."""
@@ -62,7 +63,26 @@ def require_supported(vllm_config: Any, kv_cache_config: Any, whole_config: Any 
         *_of_caching(vllm_config),
     ):
         raise ConnectorRefused(f"cachesvc_vllm: {why}")
-    cache_groups(kv_cache_config)
+    kinds = cache_groups(kv_cache_config)
+    wanted, pages = _blocks_with_drafts(kv_cache_config, kinds, vllm_config), kv_cache_config.num_blocks
+    if pages < wanted:
+        raise ConnectorRefused(
+            f"cachesvc_vllm: a request of --max-model-len takes {wanted} blocks with its drafts' states, and there are "
+            f"{pages}: give more memory, or take a smaller --max-model-len or fewer speculative tokens"
+        )
+
+
+def _blocks_with_drafts(kv_cache_config: Any, kinds: Sequence[CacheGroup], vllm_config: Any) -> int:
+    """Number of blocks without which the longest request of a model of states would be preempted again and again, the
+    null block included; 0 without drafts. States for drafts move to blocks of their own with a chunk, which vLLM does
+    not count (``StateCells``), and make the tables as many blocks longer."""
+    drafts = most_drafts(kv_cache_config)
+    if not drafts:
+        return 0
+    longest = int(vllm_config.model_config.max_model_len)
+    whole = sum(-(-longest // kind.block_tokens) for kind in kinds if kind.retention is Retention.FULL)
+    states = sum(kind.retention is Retention.STATE for kind in kinds)
+    return 1 + whole + 2 * states + drafts * (len(kinds) + states)
 
 
 def _of_role(transfer: Any) -> list[str]:

@@ -155,13 +155,16 @@ class SchedulerSide:
         with self.watch:
             self._look()
             self._leave_if_back()
-            wish = self._wish(request, max_cache_hit_length)
-            if wish is None:
+            pages = self._book.find(request.request_id)
+            if pages is not None and pages.waits_for is not None and self._book.must_wait(pages):
+                self._pool.hide_hits()
+            elif (wish := self._wish(request, max_cache_hit_length)) is None:
                 self._pool.hide_hits()
                 self._book.forget(request.request_id)
+                pages = None
             else:
-                self._pool.show_hits(self._book.begin(request.request_id, wish), request.block_hashes)
-            pages = self._book.find(request.request_id)
+                pages = self._book.begin(request.request_id, wish)
+                self._pool.show_hits(pages, request.block_hashes)
         blocks, tokens, _ = self._find_hits(request)
         if pages is None or not pages.lost_blocks:
             return blocks, tokens, 0

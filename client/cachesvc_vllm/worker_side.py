@@ -33,7 +33,7 @@ from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from cachesvc.model.answers import TicketView
 from cachesvc.model.layout import Layout, device_geometry
 from cachesvc_vllm.adapters import LoadedAdapters
-from cachesvc_vllm.cache_groups import group_parts, layers_in_order, place_wider_first, slab_layout
+from cachesvc_vllm.cache_groups import group_parts, layers_in_order, most_drafts, place_wider_first, slab_layout
 from cachesvc_vllm.identity import config_details
 from cachesvc_vllm.media import Runtime, Sharing, model_facts, model_name, replaced_weights
 from cachesvc_vllm.plain import Start, WarmUp, agreed_model, has_late_kernels
@@ -259,7 +259,7 @@ class WorkerSide:
         shown = display_name(self._vllm_config.model_config.model)
         place_wider_first(config)
         layout = slab_layout(config, ranks.world_size)
-        longest = -(-self._vllm_config.model_config.max_model_len // layout.block_tokens)
+        longest = -(-self._vllm_config.model_config.max_model_len // layout.block_tokens) + most_drafts(config)
         share = Share(name, layout, config.num_blocks, devices, shown, longest, group_parts(config))
         laps.lap("facts")
         if ranks.is_first_rank:

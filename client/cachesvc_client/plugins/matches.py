@@ -64,7 +64,7 @@ class Matches:
     @property
     def waiting_blocks(self) -> int:
         """First blocks of requests that wait for their turn, as far as they have none."""
-        ahead = sum(max(0, each.first_blocks - each.rows) for each in self.ahead.values() if not each.is_coming)
+        ahead = sum(max(0, each.first_blocks - each.rows) for each in self.ahead.values() if not each.is_put_off)
         return ahead + sum(wish.first_blocks for wish in self._coming.values())
 
     def is_recent(self, request: RequestPages, outbox: Outbox, now_s: float) -> bool:
@@ -79,7 +79,7 @@ class Matches:
         if self._sent:
             return {}
         waiting = [each for each in self.ahead.values() if each.wants_match]
-        others = (each for each in waiting if not (each.is_coming or self.is_recent(each, outbox, now_s)))
+        others = (each for each in waiting if not (each.is_put_off or self.is_recent(each, outbox, now_s)))
         whole = (  # a shorter wish would find less each time
             (each.request_id, next_wish(each, each.wish))
             for each in others
@@ -166,9 +166,9 @@ class Matches:
 
     def _next_coming(self, *, is_alone: bool) -> dict[str, Wish]:
         """Requests that have come first, as far as the limit goes; ``is_alone``: one at least, where none is ahead.
-        Those whose blocks come from another node run later, and stand in no other's way."""
+        Those that are put off run later, and stand in no other's way."""
         chosen: dict[str, Wish] = {}
-        ahead = [each.first_blocks for each in self.ahead.values() if not each.is_coming]
+        ahead = [each.first_blocks for each in self.ahead.values() if not each.is_put_off]
         room_blocks = self._ahead_blocks - sum(ahead)
         for request_id, wish in self._coming.items():
             room_blocks -= wish.first_blocks
@@ -315,77 +315,109 @@ _news: dict[str, News] = {}
 
 
 class Prefills:
-    """``has_states``: a hit needs a state at its end, which a prompt leaves at the end of its last block.
-    ``least_blocks``: that a request waits for. Used from the engine's scheduler thread."""
+    """``untold``: reports that must wait. ``has_states``: a hit needs a state at its end, which a prompt leaves at the
+    end of its last block. ``least_blocks``: that a request waits for. Used from the engine's scheduler thread.
 
-    def __init__(self, *, has_states: bool = False) -> None:
+    A request waits for one other (``RequestPages.waits_for``), which it is paired with once: a hash stands for all
+    before it, so the one to wait for is looked up by the hash of the last block that it must have."""
+
+    def __init__(self, untold: Untold, *, has_states: bool = False) -> None:
         self.least_blocks = 1
+        self._untold = untold
         self._has_states = has_states
         self._computed: dict[str, RequestPages] = {}
+        self._by_hash: dict[int, dict[tuple[bytes, bytes], list[RequestPages]]] = {}
         self._waiting: dict[str, RequestPages] = {}
 
     @property
     def are_due(self) -> bool:
         """True where requests are to be matched again."""
-        return any(not self._is_ahead(each) for each in self._waiting.values())
+        return any(self._is_due(each) for each in self._waiting.values())
 
     def begin(self, request: RequestPages) -> None:
         """Note a request that the engine has admitted: it computes its prompt."""
-        self._waiting.pop(request.request_id, None)
+        self.forget(request.request_id)
         if request.is_shared and _last_block(request) - request.loaded_blocks >= self.least_blocks:
             self._computed[request.request_id] = request
+            for at, known in self._by_hash.items():
+                _note(known, at, request)
 
     def forget(self, request_id: str) -> None:
-        """Forget a request that was matched again, or has ended. Idempotent."""
+        """Forget a request that was matched again, is admitted, or has ended. Idempotent."""
         self._waiting.pop(request_id, None)
 
     def clear(self) -> None:
-        """Forget all requests, which are scheduled anew from their first token, as after a preemption of every one.
-
-        None waits after it; blocks computed before count for none."""
+        """Forget all requests: their pages are those of a lease that is lost, and none waits for another."""
+        for each in self._waiting.values():
+            each.waits_for = None
         self._computed.clear()
+        self._by_hash.clear()
         self._waiting.clear()
 
     def must_wait(self, request: RequestPages) -> bool:
         """True while another request computes blocks that continue this one's hit, and then until this one was matched
         again."""
-        if self._waiting.get(request.request_id) is request:
-            return True
-        self._waiting.pop(request.request_id, None)
-        if not self._is_ahead(request):
-            return False
-        self._waiting[request.request_id] = request
-        return True
+        if request.waits_for is None:
+            self._pair(request)
+        return request.waits_for is not None
 
     def take_due(self, ahead: Iterable[RequestPages]) -> dict[str, Wish]:
         """Requests to match again: what they wait for is reported, or will not come. So are those ``ahead`` that were
         matched before another's prompt was reported with which they begin."""
-        reported = [each for each in self._computed.values() if _is_reported(each)]
-        for request in ahead if reported else ():
-            if not request.is_coming and any(self._shares(request, each) for each in reported):
+        over = [each for each in self._computed.values() if _is_reported(each) or not self._comes(each)]
+        if any(_is_reported(each) for each in over):
+            for request in ahead:
+                if request.waits_for is None and not request.is_coming:
+                    self._pair(request)
+        for each in over:
+            del self._computed[each.request_id]
+            self._by_hash.clear()
+        due = [each for each in self._waiting.values() if self._is_due(each)]
+        return {each.request_id: each.wish.whole for each in due if each.wish is not None}
+
+    def _pair(self, request: RequestPages) -> None:
+        """Have a request wait, if another one computes enough of it behind its hit and has more to report of that."""
+        wish, at = request.wish, request.loaded_blocks + self.least_blocks - 1
+        if wish is None or at >= len(wish.hashes):
+            return
+        if at not in self._by_hash:
+            known = self._by_hash[at] = {}
+            for each in self._computed.values():
+                _note(known, at, each)
+        for other in self._by_hash[at].get((wish.salt, wish.hashes[at]), ()):
+            common = self._common(request, other)
+            if other.request_id != request.request_id and common and self._comes(other):
+                request.waits_for, request.waits_upto = other, common
                 self._waiting[request.request_id] = request
-        for each in list(self._computed.values()):
-            if each in reported or not (each.held and each.is_shared):
-                del self._computed[each.request_id]
-        due = [each for each in self._waiting.values() if not (each.is_matching or self._is_ahead(each))]
-        return {each.request_id: each.wish for each in due if each.wish is not None}
+                return
 
-    def _is_ahead(self, request: RequestPages) -> bool:
-        """True while another request computes enough of it behind its hit."""
-        others = (each for each in self._computed.values() if each is not request)
-        coming = (each for each in others if _is_reported(each) or (each.held and each.is_shared))
-        return any(self._shares(request, each) for each in coming)
-
-    def _shares(self, request: RequestPages, other: RequestPages) -> bool:
-        """True where another request computes enough of it behind its hit, and has more to report of that."""
-        wish, theirs = request.wish, other.wish
-        if wish is None or theirs is None or wish.salt != theirs.salt:
-            return False
-        first, last = request.loaded_blocks, _last_block(other)
-        common = _common(theirs.hashes, wish.hashes, first, min(last, wish.most_blocks))
+    def _common(self, request: RequestPages, other: RequestPages) -> int:
+        """Number of blocks up to which a request waits for another one; 0: for none."""
+        assert request.wish is not None
+        assert other.wish is not None
+        last = _last_block(other)
+        end = min(last, request.wish.whole.most_blocks)
+        common = _common(other.wish.hashes, request.wish.hashes, request.loaded_blocks, end)
         leaves_hit = not self._has_states or common >= last - 1
         is_sent = common <= _asked_blocks(other) < last
-        return common - first >= self.least_blocks and leaves_hit and not is_sent
+        is_enough = common - request.loaded_blocks >= self.least_blocks
+        return common if is_enough and leaves_hit and not is_sent else 0
+
+    def _is_due(self, request: RequestPages) -> bool:
+        other = request.waits_for
+        if other is None or request.is_matching:
+            return False
+        return _asked_blocks(other) >= request.waits_upto or not self._comes(other)
+
+    def _comes(self, request: RequestPages) -> bool:
+        """True while more of a request is reported to the daemon, or was."""
+        return request.is_shared and (request.held > 0 or _is_reported(request) or self._untold.has_blocks(request))
+
+
+def _note(known: dict[tuple[bytes, bytes], list[RequestPages]], at: int, request: RequestPages) -> None:
+    """Note a request by the hash of its block ``at``, and by its salt."""
+    if request.wish is not None and at < len(request.wish.hashes):
+        known.setdefault((request.wish.salt, request.wish.hashes[at]), []).append(request)
 
 
 def _asked_blocks(request: RequestPages) -> int:
@@ -393,13 +425,13 @@ def _asked_blocks(request: RequestPages) -> int:
 
 
 def _is_reported(request: RequestPages) -> bool:
-    """True once all of a prompt that can be a hit has been reported to the daemon."""
+    """True once all full blocks of a prompt have been reported to the daemon."""
     return _asked_blocks(request) >= _last_block(request)
 
 
 def _last_block(request: RequestPages) -> int:
-    """Number of full blocks of a request's prompt, of those that a match may have."""
-    return 0 if request.wish is None else min(request.wish.most_blocks, len(request.wish.hashes))
+    """Number of full blocks of a request's prompt."""
+    return 0 if request.wish is None else len(request.wish.hashes)
 
 
 def _common(one: Sequence[bytes], other: Sequence[bytes], first: int, end: int) -> int:
@@ -555,6 +587,10 @@ class Untold:
                 continue
             part.sealing.clear()
             part.has_prompts = False
+
+    def has_blocks(self, request: RequestPages) -> bool:
+        """True where computed blocks of a request are to be reported."""
+        return any(request in part.sealing for part in (self.ready, self._late, self._fresh))
 
     def clear(self) -> None:
         for part in (self.ready, self._late, self._fresh):

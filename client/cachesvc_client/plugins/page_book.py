@@ -68,7 +68,7 @@ class PageBook:
         self.without_host: set[str] = set()
         abandon = self.untold.ready.ended.append
         self._matches = Matches(self.keys, self.groups, abandon, ahead_blocks, self.without_host, clock)
-        self.prefills = Prefills(has_states=bool(self.groups.states))
+        self.prefills = Prefills(self.untold, has_states=bool(self.groups.states))
         self._asking = Asking(self._grants, self._matches, self._drop_idle)
         self._writes: deque[list[Written]] = deque()
         self._written_on: list[RequestPages] = []
@@ -130,7 +130,7 @@ class PageBook:
     def shorten(self, request_id: str, wish: Wish, blocks: int) -> RequestPages:
         """Match a request again for at most ``blocks`` blocks, and give back what it pinned behind them: those
         blocks are computed, so their cells must be private pages."""
-        return self._match(request_id, replace(wish, most_blocks=blocks, expected=None))
+        return self._match(request_id, replace(wish, most_blocks=blocks, expected=None, shortens=wish.whole))
 
     def forget(self, request_id: str) -> None:
         """Give the request's pages back, at once or when the engine has freed the last of them."""
@@ -481,6 +481,8 @@ class PageBook:
         self._matches.drop()
         self.untold.forget_blocks()
         self._private.take_stock(self._lease.record.stock)
+        for table in (each for request in self._requests.values() for each in request.others):
+            self._private.add(table.take_dropped())
         log.warning("daemon_gone private_pages=%s", len(self._private))
 
 

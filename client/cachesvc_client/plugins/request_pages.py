@@ -61,8 +61,9 @@ class RequestPages:
     of it, which the daemon cannot vouch for: it is not shared. ``is_matching``: its match has no answer yet;
     ``is_forgotten``: and the request ended meanwhile. ``was_refused``: the pool had no pages for it. ``is_admitted``:
     the engine takes its pages once others of its pass have theirs. ``wish``: that it was matched by, in the iteration
-    ``step``; None: by none. ``tail``: of a whole hit, the sequence beside it; ``copy``: the page that is copied for it,
-    until a step has it."""
+    ``step``; None: by none. ``waits_for``: another request, which computes what it begins with, up to block
+    ``waits_upto`` (``Prefills``). ``tail``: of a whole hit, the sequence beside it; ``copy``: the page that is copied
+    for it, until a step has it."""
 
     request_id: str
     begun_s: float
@@ -88,6 +89,8 @@ class RequestPages:
     was_refused: bool = False
     is_admitted: bool = False
     wish: Wish | None = None
+    waits_for: RequestPages | None = None
+    waits_upto: int = 0
     step: int = 0
     tail: RequestPages | None = None
     copy: PageCopy | None = None
@@ -103,6 +106,11 @@ class RequestPages:
         if self.sequence is None:
             return self.is_matching and self.wish is not None and self.wish.expected is not None
         return self.is_ahead and self.sequence.coming_blocks > 0
+
+    @property
+    def is_put_off(self) -> bool:
+        """True of a request that waits for another node or request, and is matched again before it runs."""
+        return self.waits_for is not None or self.is_coming
 
     def is_recent(self, now_s: float) -> bool:
         """True while a request that waits need not be matched again."""
@@ -169,7 +177,7 @@ class RequestPages:
     @property
     def wants_pages(self) -> bool:
         """True while it was matched, waits, and was given no pages yet."""
-        if not self.is_ahead or not self.is_usable or self.sequence is None or self.is_coming:
+        if not self.is_ahead or not self.is_usable or self.sequence is None or self.is_put_off:
             return False
         if any(each.is_state for each in self.others):
             return False  # how long its first chunk is, the engine knows alone
@@ -377,9 +385,10 @@ class RequestPages:
         return [replaced for each in self.others for replaced in each.take_replaced(tables, dead)]
 
     def private_pages(self) -> list[int]:
-        """Pages that only this request ever wrote, and that were neither published nor given back."""
+        """Take the pages that only this request ever wrote, and that were neither published nor given back."""
         tables = ((each.pages, max(self.first_private_of(each), each.told)) for each in self.others)
         rest = [page for pages, at in tables for page in pages[at:] if page != NO_PAGE]
+        rest += [page for each in self.others for page in each.take_dropped()]
         rest += [] if self.tail is None or self.has_lent_tail else self.tail.pages
         return self.pages[self.first_private * self.lead_parts.count :] + rest
 
@@ -414,7 +423,8 @@ class Wish:
     may have all; 0: the last block is computed anyway. ``tail``: the last of these blocks, where it is not full; it has
     room for ``free_tokens`` tokens more. ``seals_tail``: the request ends with it, and seals it. ``follows_layers``:
     each layer of the engine waits for its part of a load. ``takes_all``: no hit exceeds ``first_blocks``, and the
-    engine takes all of them at once. A request that is alone is then matched and given its pages in one message."""
+    engine takes all of them at once. A request that is alone is then matched and given its pages in one message.
+    ``shortens``: the match that found more; None: this is the first one."""
 
     hashes: Sequence[bytes]
     most_blocks: int
@@ -428,6 +438,12 @@ class Wish:
     seals_tail: bool = False
     follows_layers: bool = False
     takes_all: bool = False
+    shortens: Wish | None = None
+
+    @property
+    def whole(self) -> Wish:
+        """The match for as much as the request may have."""
+        return self if self.shortens is None else self.shortens
 
     @property
     def may_be_whole(self) -> bool:
@@ -614,6 +630,11 @@ class GroupTable:
         page, self.pages[position] = self.states.pop(position), NO_PAGE
         return page
 
+    def take_dropped(self) -> list[int]:
+        """Take the pages that are to go back by themselves."""
+        dropped, self.dropped = self.dropped, []
+        return dropped
+
     @property
     def unread(self) -> int:
         """Number of leading cells that the engine has freed and whose states are sealed: no step needs them."""
@@ -631,8 +652,7 @@ class GroupTable:
         this request's own until now. A state's page stays where it was granted, and goes with that cell, but for those
         that were dropped."""
         if self.dropped:
-            dropped, self.dropped = self.dropped, []
-            return [(self.state_group, page) for page in dropped]
+            return [(self.state_group, page) for page in self.take_dropped()]
         first, end = self.given_back, min(self.parts.dead_pages(dead), len(self.pages))
         if self.is_state or end <= first:
             return []

@@ -109,12 +109,24 @@ def test_ngram_speculation_tensor_parallelism_and_adapters_are_served() -> None:
 
 def test_groups_of_windows_and_states_are_served_beside_whole_sequences() -> None:
     config = overlaid(SlidingWindowSpec(), MambaSpec(num_speculative_blocks=2), FullAttentionSpec())
+    config.num_blocks = 256
     require_supported(vllm_config(), config)
     assert cache_groups(config) == (
         CacheGroup(Retention.WINDOW, 32, 64),
         CacheGroup(Retention.STATE, 32),
         CacheGroup(Retention.FULL, 32),
     )
+
+
+def test_a_pool_in_which_the_longest_request_could_not_move_its_drafts_states_is_refused() -> None:
+    config, engine = overlaid(MambaSpec(num_speculative_blocks=2), FullAttentionSpec()), vllm_config()
+    fits = 1 + (2 + 2 * 2) + (4096 // 32 + 2)
+    engine.model_config.max_model_len = 4096
+    config.num_blocks = fits
+    require_supported(engine, config)
+    config.num_blocks = fits - 1
+    with pytest.raises(ConnectorRefused, match=rf"--max-model-len takes {fits} blocks .* there are {fits - 1}: give"):
+        require_supported(engine, config)
 
 
 @pytest.mark.parametrize(
