@@ -20,6 +20,7 @@ from cachesvc_vllm.kv_events import PublisherTap, tap_publisher
 from cachesvc_vllm.media import look_at_loads
 from cachesvc_vllm.metrics import CacheMetrics, CacheStats
 from cachesvc_vllm.plain import draft_lookahead, has_late_kernels, log_as_vllm
+from cachesvc_vllm.refusals import serve_producer
 from cachesvc_vllm.scheduler_side import SchedulerSide
 from cachesvc_vllm.settings import FLAGS, read_settings
 from cachesvc_vllm.transfers import StepTransfers, WorkerLease, WorkerShare, has_lapsed
@@ -37,6 +38,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         log_as_vllm()
+        serve_producer(vllm_config.kv_transfer_config)
         self._settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._worker: WorkerSide | None = None
         self._scheduler: SchedulerSide | None = None

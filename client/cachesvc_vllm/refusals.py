@@ -56,7 +56,6 @@ def require_supported(vllm_config: Any, kv_cache_config: Any, whole_config: Any 
     for the first thing that cannot be served."""
     whole = vllm_config if whole_config is None else whole_config
     for why in (
-        *_of_role(vllm_config.kv_transfer_config),
         *_of_role(whole.kv_transfer_config),
         *_of_siblings(whole.kv_transfer_config),
         *_of_parallelism(vllm_config.parallel_config),
@@ -85,11 +84,19 @@ def _blocks_with_drafts(kv_cache_config: Any, kinds: Sequence[CacheGroup], vllm_
     return 1 + whole + 2 * states + drafts * (len(kinds) + states)
 
 
+def serve_producer(transfer: Any) -> None:
+    """Have vLLM treat a producer as ``kv_both``, from when it makes the connector on: its scheduler looks at the role
+    after that. Under a MultiConnector the role that it looks at is another's."""
+    if transfer.kv_role not in ROLES and transfer.kv_connector == NAME:
+        log.info("kv_role %s is served as kv_both: pages are kept until no step writes them", transfer.kv_role)
+        transfer.kv_role = "kv_both"
+
+
 def _of_role(transfer: Any) -> list[str]:
     if transfer.kv_role in ROLES:
         return []
     why = f"kv_role is {transfer.kv_role}, for which vLLM frees pages that a step under way still writes"
-    return [f'{why}: write "kv_role": "kv_both", for an engine that only prefills too']
+    return [f'{why}: write "kv_role": "kv_both" beside the MultiConnector, and leave its connectors\' as they are']
 
 
 def _of_siblings(transfer: Any) -> list[str]:

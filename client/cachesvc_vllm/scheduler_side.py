@@ -31,7 +31,7 @@ from cachesvc_vllm.plain import (
 )
 from cachesvc_vllm.refusals import require_known_pool
 from cachesvc_vllm.settings import Settings
-from cachesvc_vllm.transfers import Loading, StepTransfers
+from cachesvc_vllm.transfers import Loading, SiblingLoads, StepTransfers
 from cachesvc_vllm.wishes import Wishes, blocks_ahead
 
 RUNNING = "RUNNING"
@@ -105,6 +105,7 @@ class SchedulerSide:
         self._vouching, self._dropped = Vouching(lambda: node.lease), Dropped.NOT
         has_early_loads = len(self._book.groups.parts) == 1
         self._loading = Loading(self._book.find, registration.layout.page_bytes(0) if has_early_loads else 0)
+        self._siblings = SiblingLoads(are_shared=settings.share_loaded and not self._book.groups.states)
         self._pool: DaemonBlockPool | None = None
         self._manager: Any = None
         self._states = StateCells(None, {}, step_tokens)
@@ -276,6 +277,7 @@ class SchedulerSide:
         """Loads of these requests have ended, ours or a sibling's, and an output lacked these pages. vLLM schedules
         requests whose load ``failed`` again; those of an early load begin anew."""
         self._book.without_host |= self._loading.end(ended, failed, self._stats)
+        self._siblings.note_failures(failed, invalid_pages)
         if invalid_pages:
             self._book.distrust(invalid_pages)
         self._book.without_host |= self._loading.end_early(invalid_pages, self._unfinished, self._stats)
@@ -287,6 +289,7 @@ class SchedulerSide:
         self._ran = None
         self._book.begin_step()
         self._sealing.begin_step(self._pool.now.filling, scheduled)
+        self._siblings.begin_step(scheduled)
         self._vouching.begin_step(computes=bool(scheduled))
 
     @timed
@@ -328,6 +331,7 @@ class SchedulerSide:
             self._put_off.discard(request.request_id)
             self._book.without_host.discard(request.request_id)
             self._loading.forget(request.request_id)
+            self._siblings.forget(request.request_id)
             self._wishes.forget(request.request_id)
             self._sealing.end(request, self._wishes.tail_keys(request))
             if self._announcer is not None:
@@ -342,6 +346,7 @@ class SchedulerSide:
         self._ended.clear()
         with self.watch:
             self._book.untold.begin_output()
+            self._siblings.end_step(is_sound=dropped is Dropped.NOT)
             self._sealing.seal_filled(self._pool.now.filling)
             self._book.end_writes(is_sound=dropped is Dropped.NOT)
             self._book.untold.end_output(computes=computes)
@@ -430,7 +435,8 @@ class SchedulerSide:
         if pages is None:
             return None
         self._pool.schedule(pages)
-        pages.is_foreign |= external_tokens > pages.outside_tokens(self._block_tokens)
+        if external_tokens > pages.outside_tokens(self._block_tokens):
+            self._siblings.begin(pages)
         is_admitted = bool(pages.taken)
         with self.watch.apart:
             blocks = allocate()

@@ -29,7 +29,8 @@ class Settings:
     how many iterations lie between two checks of all sealed pages; 0: none. ``allow_untested_vllm``: see ``versions``.
     ``share_media``: None: requests with images, video or sound are shared by the content that the engine has of them;
     True: by their names, where these look like a hash of content, though a client gave them; False: with no other
-    engine. ``remote_patience_ms``: how long without progress a request waits for what a router
+    engine. ``share_loaded``: what another connector of a MultiConnector loads is shared as if this engine had computed
+    it; False: with no other engine. ``remote_patience_ms``: how long without progress a request waits for what a router
     says that another node computes.
     """
 
@@ -45,6 +46,7 @@ class Settings:
     verify_steps: int = 0
     allow_untested_vllm: bool = False
     share_media: bool | None = None
+    share_loaded: bool = True
     remote_patience_ms: int = 10_000
 
     def __post_init__(self) -> None:
@@ -81,6 +83,7 @@ _KINDS: dict[str, type] = {
     "verify_steps": int,
     "allow_untested_vllm": bool,
     "share_media": bool,
+    "share_loaded": bool,
     "remote_patience_ms": int,
 }
 

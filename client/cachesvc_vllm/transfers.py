@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -221,6 +222,43 @@ class Loading:
         self.waiting.discard(request_id)
         for known in (self._since_s, self._early, self._void):
             known.pop(request_id, None)
+
+
+class SiblingLoads:
+    """Loads of other connectors under a MultiConnector. vLLM computes a request behind such a load once it has come, or
+    in the step that loads it, so what it brought is whole when the output of that step has come. ``are_shared``: it is
+    shared from then on; else never. Used from vLLM's scheduler thread."""
+
+    def __init__(self, *, are_shared: bool) -> None:
+        self._are_shared = are_shared
+        self._awaited: dict[str, RequestPages] = {}
+        self._steps: deque[list[RequestPages]] = deque()
+
+    def begin(self, request: RequestPages) -> None:
+        """Others load a part of a request."""
+        if self._are_shared:
+            request.awaits_others = True
+            self._awaited[request.request_id] = request
+        else:
+            request.is_foreign = True
+
+    def begin_step(self, scheduled: Collection[str]) -> None:
+        """A step is launched that computes the ``scheduled`` requests."""
+        self._steps.append([self._awaited.pop(each) for each in self._awaited.keys() & set(scheduled)])
+
+    def end_step(self, *, is_sound: bool) -> None:
+        """The output of the first step under way has come, which nothing that it read speaks against, or does."""
+        for request in self._steps.popleft():
+            request.is_foreign |= not is_sound
+            request.awaits_others = False
+
+    def note_failures(self, failed: Collection[str], invalid_pages: Collection[int]) -> None:
+        """These requests' loads have failed, and these pages did not come: of what was being loaded none is shared."""
+        for request in (*self._awaited.values(), *(each for step in self._steps for each in step)):
+            request.is_foreign |= request.request_id in failed or bool(invalid_pages)
+
+    def forget(self, request_id: str) -> None:
+        self._awaited.pop(request_id, None)
 
 
 def drop_ahead(request: Any) -> None:

@@ -84,7 +84,7 @@ def make_scheduler(name: str, settings: Settings, shape: Shape, longest_tokens: 
             kv_transfer_config={
                 "kv_connector": "CachesvcConnector",
                 "kv_connector_module_path": "cachesvc_vllm",
-                "kv_role": "kv_both",
+                "kv_role": "kv_producer" if shape.is_async else "kv_both",
                 "kv_load_failure_policy": "recompute" if shape.recomputes else "fail",
                 "engine_id": name,
                 "kv_connector_extra_config": {
@@ -104,5 +104,6 @@ def make_scheduler(name: str, settings: Settings, shape: Shape, longest_tokens: 
     memory = KVCacheConfig(shape.pages, [], groups, prefix_cache_retention_interval=retained)
     kind = AsyncScheduler if shape.is_async else Scheduler
     made = kind(config, memory, StructuredOutputManager(config), shape.block_tokens, shape.hash_tokens)
+    assert config.kv_transfer_config.is_kv_consumer  # a producer is served as both, before the scheduler looks
     made.defer_block_free = shape.is_async  # as on a GPU: here vLLM has one step at a time
     return made

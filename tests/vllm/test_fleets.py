@@ -30,7 +30,7 @@ def test_data_parallel_ranks_hit_in_place_what_another_has_computed(fleet: Fleet
         assert len(list(node.admin.ListModels(admin_pb2.ListModelsRequest()).models)) == 1
 
 
-def test_beside_another_connector_processes_share_in_place_and_its_tokens_are_not_ours(
+def test_beside_another_connector_processes_share_in_place_what_either_loads(
     fleet: Fleet, plain: Engine, tmp_path: Path
 ) -> None:
     prompts = [random_prompt(seed, 6.5) for seed in (50, 51)]
@@ -43,14 +43,17 @@ def test_beside_another_connector_processes_share_in_place_and_its_tokens_are_no
                 assert [answer.said for answer in answers] == expected
                 assert [answer.cached // BLOCK_TOKENS for answer in answers] == [found, found]
         assert node.problems() == []
-    with running_node() as empty:
-        with engines(fleet.engine(None, options=options(empty.socket, tmp_path))) as (mine,):
-            answers = [mine.ask(prompt)[0] for prompt in prompts]
-            assert [answer.said for answer in answers] == expected
-            assert all(answer.cached for answer in answers), "the other connector has them"
-        with engines(fleet.engine(None, options=options(empty.socket, tmp_path / "none"))) as (mine,):
-            assert [mine.ask(prompt)[0].cached for prompt in prompts] == [0, 0], "what it loaded was not published"
-        assert empty.problems() == []
+    for share, found in ((False, 0), (True, 6)):
+        with running_node() as empty:
+            with engines(fleet.engine(None, options=options(empty.socket, tmp_path, share=share))) as (mine,):
+                answers = [mine.ask(prompt)[0] for prompt in prompts]
+                assert [answer.said for answer in answers] == expected
+                assert all(answer.cached for answer in answers), "the other connector has them"
+            with engines(fleet.engine(None, options=options(empty.socket, tmp_path / "none"))) as (mine,):
+                answers = [mine.ask(prompt)[0] for prompt in prompts]
+                assert [answer.cached // BLOCK_TOKENS for answer in answers] == [found, found], share
+                assert [answer.said for answer in answers] == expected
+            assert empty.problems() == []
 
 
 def test_a_decoder_finds_by_key_what_a_prefiller_of_another_node_has_computed(fleet: Fleet, plain: Engine) -> None:
@@ -70,13 +73,13 @@ def test_a_decoder_finds_by_key_what_a_prefiller_of_another_node_has_computed(fl
         assert decode.problems() == []
 
 
-def multi_connector(socket: str, folder: Path) -> dict[str, Any]:
-    """vLLM's options for ours and one of its own."""
+def multi_connector(socket: str, folder: Path, *, share: bool = True) -> dict[str, Any]:
+    """vLLM's options for ours, which may ``share`` what the other loads, and one of its own."""
     both = {"kv_role": "kv_both"}
     ours = {"kv_connector": "CachesvcConnector", "kv_connector_module_path": "cachesvc_vllm", **both}
     example = {"kv_connector": "ExampleConnector", **both}
     children = [
-        {**ours, "kv_connector_extra_config": {"socket": socket}},
+        {**ours, "kv_connector_extra_config": {"socket": socket, "share_loaded": share}},
         {**example, "kv_connector_extra_config": {"shared_storage_path": str(folder)}},
     ]
     return {

@@ -91,7 +91,7 @@ def test_a_prompt_that_comes_again_has_as_many_tokens_as_in_vllm_alone(name: str
         assert run(name, node, 1)["whole"] == 4 * 27
 
 
-@pytest.mark.parametrize("name", ["together", "together-async", "together-windows", "together-late"])
+@pytest.mark.parametrize("name", ["together", "together-async", "together-windows", "together-late", "together-drop"])
 def test_what_requests_that_come_together_begin_with_is_computed_once(name: str) -> None:
     with running_node() as node:
         assert run(name, node, 1)["whole"] == 4 * 6 + 2

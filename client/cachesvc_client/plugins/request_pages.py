@@ -57,13 +57,13 @@ class RequestPages:
     up to where blocks are computed and to be sealed; it has said of the first ``full_blocks`` that they are full, or
     will be once what is scheduled is computed. ``first_blocks``: as many as the engine takes first, if it has room.
     ``is_whole_load``: the engine has the hit in place as a part of what is loaded. ``is_shortened``: the last block of
-    its hit was left out already. ``is_loading``: its loads were handed to workers. ``is_foreign``: others load a part
-    of it, which the daemon cannot vouch for: it is not shared. ``is_matching``: its match has no answer yet;
-    ``is_forgotten``: and the request ended meanwhile. ``was_refused``: the pool had no pages for it. ``is_admitted``:
-    the engine takes its pages once others of its pass have theirs. ``wish``: that it was matched by, in the iteration
-    ``step``; None: by none. ``waits_for``: another request, which computes what it begins with, up to block
-    ``waits_upto`` (``Prefills``). ``tail``: of a whole hit, the sequence beside it; ``copy``: the page that is copied
-    for it, until a step has it."""
+    its hit was left out already. ``is_loading``: its loads were handed to workers. ``is_foreign``: it is not shared,
+    for something in it may be other than its keys say; ``awaits_others``: not yet, for others load a part of it.
+    ``is_matching``: its match has no answer yet; ``is_forgotten``: and the request ended meanwhile. ``was_refused``:
+    the pool had no pages for it. ``is_admitted``: the engine takes its pages once others of its pass have theirs.
+    ``wish``: that it was matched by, in the iteration ``step``; None: by none. ``waits_for``: another request, which
+    computes what it begins with, up to block ``waits_upto`` (``Prefills``). ``tail``: of a whole hit, the sequence
+    beside it; ``copy``: the page that is copied for it, until a step has it."""
 
     request_id: str
     begun_s: float
@@ -84,6 +84,7 @@ class RequestPages:
     is_whole_load: bool = False
     is_loading: bool = False
     is_foreign: bool = False
+    awaits_others: bool = False
     is_matching: bool = False
     is_forgotten: bool = False
     was_refused: bool = False
@@ -172,7 +173,7 @@ class RequestPages:
     @property
     def is_shared(self) -> bool:
         """True where others may get what it computes."""
-        return self.sequence is not None and not self.is_foreign
+        return self.sequence is not None and not (self.is_foreign or self.awaits_others)
 
     @property
     def wants_pages(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from cachesvc_client.plugins.keeper import ConnectorRefused
 from cachesvc_vllm.cache_groups import CacheGroup, Retention, cache_groups
-from cachesvc_vllm.refusals import POOL_FIELDS, require_known_pool, require_supported
+from cachesvc_vllm.refusals import POOL_FIELDS, require_known_pool, require_supported, serve_producer
 
 from tests.unit.rigs.vllm_rig import (
     CircularBufferSpec,
@@ -172,16 +172,18 @@ def test_roles_for_which_vllm_keeps_pages_that_are_written_are_served(role: str)
     require_supported(config, layers_outermost())
 
 
-def test_a_producer_is_refused_also_as_the_role_of_a_multi_connector() -> None:
+def test_a_producer_is_served_as_both_and_refused_as_the_role_of_a_multi_connector() -> None:
     config, child = vllm_config(), vllm_config()
     config.kv_transfer_config = multi_connector("CachesvcConnector", "ExampleConnector")
     require_supported(child, layers_outermost(), config)
     config.kv_transfer_config.kv_role = "kv_producer"
     with pytest.raises(ConnectorRefused, match=r'kv_role is kv_producer.*write "kv_role": "kv_both"'):
         require_supported(child, layers_outermost(), config)
-    child.kv_transfer_config.kv_role = "kv_producer"
-    with pytest.raises(ConnectorRefused, match='write "kv_role": "kv_both"'):
-        require_supported(child, layers_outermost())
+    alone = vllm_config()
+    alone.kv_transfer_config.kv_role = "kv_producer"
+    serve_producer(alone.kv_transfer_config)
+    assert alone.kv_transfer_config.kv_role == "kv_both"
+    require_supported(alone, layers_outermost())
 
 
 def test_under_a_multi_connector_another_one_before_it_is_refused() -> None:
