@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.torch_utils import nvfp4_kv_cache_full_dim
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+from vllm.v1.attention.backends.turboquant_attn import TurboQuantAttentionBackend
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -28,6 +31,7 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
+    get_kv_quant_mode,
 )
 
 from tests.vllm.rig import MODEL
@@ -130,6 +134,30 @@ def deepseek_v4(layers: int) -> dict[str, KVCacheSpec]:
     return found
 
 
+PACKED = {
+    **dict.fromkeys(("int4_per_token_head", "int8_per_token_head", "fp8_per_token_head"), TritonAttentionBackend),
+    **dict.fromkeys(("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_3bit_nc"), TurboQuantAttentionBackend),
+}
+"""Types of KV whose bytes a backend packs, scales included."""
+
+
+def packed(dtype: str, attention: Attention) -> KVCacheSpec:
+    """A layer that keeps whole sequences in one of these types, or in ``nvfp4``."""
+    spec = replace(attention.full(), dtype=torch.uint8, kv_quant_mode=get_kv_quant_mode(dtype))
+    if dtype in PACKED:
+        return PACKED[dtype].customize_spec(spec)
+    width = nvfp4_kv_cache_full_dim(attention.size)  # as FlashInfer's backend says, which is not installed
+    return replace(spec, num_head_slots=2 * attention.heads, state_content_bytes=width)
+
+
+def skipping(dtype: str, attention: Attention) -> dict[str, Any]:
+    """Layers in a packed type, the first and the last two of which are not (``--kv-cache-dtype-skip-layers``): their
+    pages are padded to the larger ones."""
+    full, small = attention.full(), packed(dtype, attention)
+    small = replace(small, page_size_padded=full.page_size_bytes)
+    return {f"model.layers.{each}": full if each in (0, 1, 30, 31) else small for each in range(32)}
+
+
 def models() -> dict[str, dict[str, KVCacheSpec]]:
     """Specs of each model's layers."""
     gdn = state(((3, 8192), BFLOAT), ((32, 128, 128), BFLOAT))
@@ -148,6 +176,11 @@ def models() -> dict[str, dict[str, KVCacheSpec]]:
         "Jamba 1.5 mini": hybrid(32, 8, state(((3, 8192), BFLOAT), ((8192, 16), BFLOAT)), Attention(8, 128), 4),
         "LFM2 1.2B": hybrid(16, 3, state(((2, 2048), BFLOAT)), Attention(8, 64), 2),
         "Llama 3 8B": {f"model.layers.{each}": llama.full() for each in range(32)},
+        **{
+            f"Llama 3 8B in {dtype}": {f"model.layers.{each}": packed(dtype, llama) for each in range(32)}
+            for dtype in (*PACKED, "nvfp4")
+        },
+        "Llama 3 8B in turboquant_4bit_nc but for four layers": skipping("turboquant_4bit_nc", llama),
         "Mistral 7B v0.1": {f"model.layers.{each}": llama.window(4096) for each in range(32)},
         "Gemma 4 31B": mixed(60, 6, Attention(4, 512).full(), Attention(16, 256).window(1024)),
         "Gemma 4 E4B": mixed(24, 6, Attention(2, 512).full(), Attention(2, 256).window(512)),

@@ -76,6 +76,23 @@ def test_a_pool_holds_as_many_blocks_as_vllm_alone(model: str, groups: dict[str,
     assert fit(config) >= 0.99
 
 
+@pytest.mark.parametrize("layout_name", LAYOUTS)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *("int4_per_token_head", "int8_per_token_head", "fp8_per_token_head", "nvfp4"),
+        *("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_3bit_nc"),
+        "turboquant_4bit_nc but for four layers",
+    ],
+)
+def test_packed_types_of_kv_have_pages_of_the_same_bytes(dtype: str, layout_name: str) -> None:
+    """Scales lie in the page behind what they scale, so a page is whole by itself."""
+    config = config_of(f"Llama 3 8B in {dtype}, {layout_name}")
+    layout = slab_layout(config)
+    assert [group.is_full for group in layout.groups] == [True]
+    assert fit(config) >= 0.99
+
+
 def fit(config: KVCacheConfig) -> float:
     """Blocks in the same memory, as a part of vLLM's."""
     layout = slab_layout(config)
