@@ -1,4 +1,4 @@
-"""Tiny models with several cache groups: windows beside whole sequences, and recurrent states beside them."""
+"""Tiny models with one cache group or several: windows beside whole sequences, and recurrent states beside them."""
 
 from __future__ import annotations
 
@@ -40,6 +40,9 @@ class HybridModel:
 def _gqa(**values: Any) -> dict[str, Any]:
     return {**MODEL, "num_hidden_layers": 4, "rms_norm_eps": 1e-6, **values}
 
+
+LLAMA = HybridModel(_gqa())
+"""One group, of whole sequences."""
 
 GEMMA_3 = HybridModel(
     _gqa(

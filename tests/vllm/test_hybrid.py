@@ -15,7 +15,7 @@ from kvcache.v1 import admin_pb2
 
 from tests.e2e.rig import running_node, short_folder
 from tests.long_cases import long
-from tests.vllm.hybrid_models import GEMMA_3, GEMMA_4, GPT_OSS, QWEN_3_NEXT, HybridModel
+from tests.vllm.hybrid_models import GEMMA_3, GEMMA_4, GPT_OSS, LLAMA, QWEN_3_NEXT, HybridModel
 from tests.vllm.rig import BLOCK_TOKENS, Engine, Fleet, Prompt, check_daemon, engines, random_prompt
 from tests.vllm.scenarios import answer_alike
 from tests.vllm.weights import write_checkpoint
@@ -158,12 +158,12 @@ def test_a_prompt_that_left_the_device_is_loaded_in_all_groups(model: HybridMode
         assert [answer.said for answer in mine.ask(*prompts)] == expected
 
 
-@pytest.mark.parametrize("model", [pytest.param(GEMMA_3, id="gemma-3"), *MODELS[1:]])
+@pytest.mark.parametrize("model", [pytest.param(LLAMA, id="llama"), *KINDS[:1], *MODELS])
 @pytest.mark.parametrize("count", [long(RANDOM_REQUESTS)])
 def test_random_requests_find_and_say_what_they_do_alone(model: HybridModel, count: int, tmp_path: Path) -> None:
     """One after another each finds at least as many tokens as alone: vLLM keeps blocks of windows at some positions
     only, and whatever is in the daemon's pool is found. At once, two engines and one alone have other batches, and
-    a request finds what an earlier batch computed."""
+    a request finds what an earlier batch computed. Then one of the two is killed in the midst of its requests."""
     fleet, requests, blocks = model.repeating_fleet(tmp_path), mixed_requests(model, 11, count), 4 * model.blocks
     requests = [replace(each, new=1 + each.new // 4) for each in requests]
     one_by_one, at_once = requests[: count // 6], requests[count // 6 :]
@@ -176,7 +176,18 @@ def test_random_requests_find_and_say_what_they_do_alone(model: HybridModel, cou
             assert all(mine >= own for mine, own in zip(found, hits, strict=True)), (found, hits)
             cached, own = answer_alike(two, alone, at_once, BATCH)
             assert cached >= own * LEAST_SHARE
+            last = at_once[-2 * BATCH :]
+            two[0].send(*(replace(each, new=200) for each in last[:BATCH]))
+            two[1].send(*last[BATCH:])
+            two[0].kill()
+            assert [each.said for each in two[1].collect()] == [each.said for each in alone.ask(*last[BATCH:])]
         check_daemon(node.socket)
+        with engines(engine_of(fleet, model, node.socket, blocks)) as (later,):
+            said_before, found = ask_each(later, one_by_one[-2:])
+            assert said_before == said[-2:]
+            assert all(found)
+            later.plant_wrong_pages()
+            assert ask_each(later, one_by_one[-2:])[0] != said_before, "wrong pages would show"
 
 
 @pytest.mark.parametrize("count", [long(6)])
