@@ -87,12 +87,13 @@ class Scheduling:
             layer_num=1,
             register_layer_transfer_counter=lambda _: None,
         )
-        allocator = SimpleNamespace(get_kvcache=lambda: pool, num_pages=PAGES, bind=lambda _: None, device="cpu")
+        allocator = SimpleNamespace(get_kvcache=lambda: pool, pool_blocks=(PAGES,), bind=lambda _: None, device="cpu")
         params = SimpleNamespace(
             req_to_token_pool=None,
             token_to_kv_pool_allocator=allocator,
             page_size=PAGE_TOKENS,
             chunked_prefill_size=None,
+            sliding_window_size=None,
             enable_metrics=False,
         )
         self.cache = PageCache(SimpleNamespace(params=params, disable_radix_cache=is_off))
@@ -110,7 +111,7 @@ class Scheduling:
         """Match a request, and give it the pages of its prompt."""
         found = self.match(request)
         new = len(request.origin_input_ids) - found.device_prefix_len - found.host_hit_length
-        return self.cache.reserve_prompt(new, fits=True)
+        return self.cache.reserve(new, fits=True)
 
     def load(self, request: Request) -> None:
         """Wait until what the host has of a request has come."""
@@ -248,7 +249,14 @@ def larger_than_half(at: Scheduling) -> dict[str, Any]:
     at.match(large)
     tokens = len(large.origin_input_ids)
     budget = DaemonBudget(SimpleNamespace(page_size=PAGE_TOKENS, available_size=at.cache.available_tokens), at.cache)
-    is_admitted, _ = budget.check_prefill(extend_input_len=tokens, total_tokens=tokens + PAGE_TOKENS, chunk_limit=None)
+    is_admitted, _ = budget.check_prefill(
+        extend_input_len=tokens,
+        total_tokens=tokens + PAGE_TOKENS,
+        max_new_tokens=PAGE_TOKENS,
+        input_tokens=tokens,
+        swa_host_hit_length=0,
+        chunk_limit=None,
+    )
     at.abort(large)
     return {"is_admitted": is_admitted}
 

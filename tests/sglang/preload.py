@@ -66,5 +66,6 @@ for module, name in PRODUCTS:
     setattr(module, name, in_double(getattr(module, name)))
 for name in MODULES:
     import_module(f"sglang.srt.{name}")
+import_module("tests.sglang.windows_backend")
 scheduler_module: Any = import_module("sglang.srt.managers.scheduler")
 scheduler_module.Scheduler.plant_wrong_pages = plant_wrong_pages

@@ -134,7 +134,7 @@ class Engine:
             found, tokens = self._at.match(request), len(request.full_untruncated_fill_ids)
             request.end = found.device_prefix_len + found.host_hit_length
             fits = tokens - request.end + 2 * PAGE_TOKENS <= self._cache.available_tokens()
-            if not self._cache.reserve_prompt(tokens - request.end, fits=fits):
+            if not self._cache.reserve(tokens - request.end, fits=fits):
                 break
             if found.host_hit_length:
                 loaded = self._cache.init_load_back(SimpleNamespace(best_match_node=request.last_node))
