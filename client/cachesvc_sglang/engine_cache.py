@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from cachesvc_client.plugins.outbox import Dropped, Vouching
+from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_private_swa_tokens, kv_private_tokens
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, DecLockRefResult, EvictResult, MatchResult
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.utils.common import is_pin_memory_available
 
+from cachesvc.model.words import NO_PAGE
 from cachesvc_sglang.adapters import adapter_key
 from cachesvc_sglang.plain import PromptKeys
 
@@ -36,16 +40,17 @@ class EngineCache(BasePrefixCache):  # type: ignore[misc]
         self.page_size = params.page_size
         self.disable = False
         self.root_node = ROOT
-        self.sliding_window_size = None
+        self.sliding_window_size = params.sliding_window_size
         memory = allocator.get_kvcache().cachesvc
         self.node, self._settings = memory.node, memory.settings
         self._is_off = bool(context.disable_radix_cache)
-        self._pool_blocks = allocator.num_pages
+        self._pool_blocks: tuple[int, ...] = allocator.pool_blocks
         self._vouching = Vouching(lambda: self.node.lease)
         self._namespace = self.node.lease.registration.namespace
         self._numbers = itertools.count(1)
         self._keys: dict[str, PromptKeys] = {}
         self._rows: dict[str, Any] = {}
+        self._shown: dict[str, int] = {}
         self._in_flight = 0
         self._void: object = None
         self._has_void_step = False
@@ -77,17 +82,56 @@ class EngineCache(BasePrefixCache):  # type: ignore[misc]
 
     def protected_size(self) -> int:
         """Tokens of other engines' pages, and of hits in use: all that is neither to be had nor this engine's own."""
-        own = sum(
-            -(-each.kv_allocated_len // self.page_size) * self.page_size - each.cache_protected_len
-            for each in self._rows.values()
-        )
+        own = sum(kv_private_tokens(each, self.page_size) for each in self._rows.values())
         return int(self.total_size() - self.available_tokens() - own)
 
-    def available_tokens(self) -> int:
+    def full_protected_size(self) -> int:
+        return self.protected_size()
+
+    def swa_protected_size(self) -> int:
+        """The same of the pool of windows."""
+        own = sum(kv_private_swa_tokens(each, self.page_size) for each in self._rows.values())
+        return int(self._pool_blocks[1] * self.page_size - self.available_tokens(1) - own)
+
+    def available_tokens(self, pool: int = 0) -> int:
         raise NotImplementedError
 
     def total_size(self) -> int:
-        return int(self._pool_blocks * self.page_size)
+        return int(self._pool_blocks[0] * self.page_size)
+
+    # -- windows -----------------------------------------------------------------------------------------------------
+
+    def supports_swa(self) -> bool:
+        """True for a model that has layers with windows, whose pages are in a pool of their own."""
+        return self.sliding_window_size is not None
+
+    def evict_sliding_windows(self, req: Any, pre_len: int, *, eviction_interval: int = 1) -> None:
+        """Give back the windows of blocks that no token from ``pre_len`` on reads, nor one that continues the last full
+        block before it: that is where a hit may end."""
+        window_blocks = -(-self.sliding_window_size // self.page_size)
+        dead = (pre_len // self.page_size - window_blocks) * self.page_size
+        if dead >= req.kv.get_evicted_seqlen(ComponentType.SWA) + max(eviction_interval, 1):
+            req.kv.set_evicted_seqlen(ComponentType.SWA, dead)
+            self._slide(req.last_node, dead // self.page_size)
+
+    def take_windows(self, requests: Sequence[Any]) -> list[tuple[int, int]]:
+        """Pages of blocks that these requests have taken since the last call, in both pools; none of a block behind
+        whose window a hit ends."""
+        new: list[tuple[int, int]] = []
+        for request in requests:
+            name, node = name_of(request), request.last_node
+            pages, windows = node.pages, self._windows_of(node)
+            new += zip(pages[self._shown.get(name, 0) :], windows[self._shown.get(name, 0) :], strict=True)
+            self._shown[name] = len(pages)
+        return [(page, window) for page, window in new if window != NO_PAGE]
+
+    def _windows_of(self, node: Any) -> list[int]:
+        """A request's table in the pool of windows."""
+        raise NotImplementedError
+
+    def _slide(self, node: Any, blocks: int) -> None:
+        """Nothing reads the windows of a request's first ``blocks`` blocks any more."""
+        raise NotImplementedError
 
     def pretty_print(self) -> None:
         """No-op: ``cachesvc show`` prints the index."""

@@ -27,13 +27,14 @@ log = logging.getLogger("sglang.srt." + __name__)
 @dataclass(eq=False)
 class FollowedPages:
     """Pages of a request, as the first rank has them: its node in SGLang's tree. ``is_used``: what the host has of it
-    counts as found."""
+    counts as found. ``windows``: its pages in the pool of windows."""
 
     request_id: str
     hit_blocks: int
     host_blocks: int
     is_used: bool = False
     pages: list[int] = field(default_factory=list)
+    windows: list[int] = field(default_factory=list)
 
 
 class FollowingCache(EngineCache):
@@ -50,7 +51,7 @@ class FollowingCache(EngineCache):
         pool.register_layer_transfer_counter(self._loads)
         self._followed: dict[str, FollowedPages] = {}
         self._looked_at: FollowedPages | None = None
-        self._free_tokens = self._reserved_tokens = 0
+        self._free_tokens = self._reserved_tokens = (0,) * len(self._pool_blocks)
         self._follow((Called.START,))
         self.token_to_kv_pool_allocator.bind(self)
 
@@ -85,6 +86,10 @@ class FollowingCache(EngineCache):
         self._looked_at = node if isinstance(node, FollowedPages) else None
         return IncLockRefResult()
 
+    def look_at_chunk(self, request: Any) -> None:
+        """SGLang looks at the request whose next chunk is to be computed."""
+        self.inc_lock_ref(request.last_node)
+
     def path_device_indices(self, node: Any) -> Any:
         """Slots of what a match has found in place, and of what SGLang was told to load."""
         if not isinstance(node, FollowedPages):
@@ -103,22 +108,23 @@ class FollowingCache(EngineCache):
 
     # -- pages -------------------------------------------------------------------------------------------------------
 
-    def available_tokens(self) -> int:
-        """Tokens that can be had, as of the first rank's last decision."""
-        return self._free_tokens
+    def available_tokens(self, pool: int = 0) -> int:
+        """Tokens of a pool that can be had, as of the first rank's last decision."""
+        return self._free_tokens[pool]
 
-    def reserved_tokens(self) -> int:
+    def reserved_tokens(self, pool: int = 0) -> int:
         """Tokens that this pass has reserved, as of the first rank's last decision."""
-        return self._reserved_tokens
+        return self._reserved_tokens[pool]
 
     def ask_room(self) -> None:
         self._follow((Called.ROOM,))
 
-    def reserve_prompt(self, new_tokens: int, *, fits: bool) -> bool:
+    def reserve(self, new_tokens: int, *, fits: bool) -> bool:
         """Return whether the request that SGLang looks at has its pages."""
         pages = self._looked_at
         rid = None if pages is None else pages.request_id
-        return bool(self._follow((Called.PROMPT, rid, new_tokens, fits)))
+        has_room, self._has_void_step = self._follow((Called.PROMPT, rid, new_tokens, fits))
+        return bool(has_room)
 
     def reserve_decode(self, requests: Sequence[Any]) -> bool:
         """Return whether each request has room for its next token."""
@@ -134,6 +140,8 @@ class FollowingCache(EngineCache):
 
     def checkpoint(self, req: Any, *, up_to: int, **_: Any) -> None:
         """Note what the request has computed: the first rank seals it."""
+        if self.supports_swa() and not req.finished():
+            self.evict_sliding_windows(req, up_to)
         if isinstance(req.last_node, FollowedPages):
             self._protect(req, up_to)
 
@@ -194,17 +202,27 @@ class FollowingCache(EngineCache):
 
     def _take(self, record: Record) -> Any:
         self._free_tokens, self._reserved_tokens = record.free_tokens, record.reserved_tokens
-        for rid, (first, new) in record.pages.items():
-            pages = self._followed[rid].pages
-            if len(pages) != first:
-                raise RanksDiverged(f"this rank has {len(pages)} pages of request {rid} where rank 0 had sent {first}")
-            pages += new
+        for rid, (first, new, windows) in record.pages.items():
+            followed = self._followed[rid]
+            if len(followed.pages) != first:
+                raise RanksDiverged(
+                    f"this rank has {len(followed.pages)} pages of request {rid} where rank 0 had sent {first}"
+                )
+            followed.pages += new
+            followed.windows += windows
         return record.answer
+
+    def _windows_of(self, node: FollowedPages) -> list[int]:
+        return node.windows
+
+    def _slide(self, node: Any, blocks: int) -> None:
+        """No-op: the first rank gives windows back."""
 
     def _forget(self, rid: str, *, ends: bool) -> None:
         self._loads.forget(rid)
         self._followed.pop(rid, None)
         self._rows.pop(rid, None)
+        self._shown.pop(rid, None)
         if ends:
             self._keys.pop(rid, None)
 

@@ -27,7 +27,7 @@ class LeadingCache(PageCache):
         super().__init__(context)
         self._followers: FollowerLinks = self.token_to_kv_pool_allocator.get_kvcache().cachesvc.followers
         self._told: dict[str, tuple[RequestPages, int]] = {}
-        self._free_tokens = self._reserved_tokens = 0
+        self._free_tokens = self._reserved_tokens = (0,) * len(self._pool_blocks)
         self._tell((Called.START,), None)
 
     # -- matches -----------------------------------------------------------------------------------------------------
@@ -56,25 +56,25 @@ class LeadingCache(PageCache):
 
     # -- pages -------------------------------------------------------------------------------------------------------
 
-    def available_tokens(self) -> int:
-        """Tokens that could be had at the last decision."""
-        return self._free_tokens
+    def available_tokens(self, pool: int = 0) -> int:
+        """Tokens of a pool that could be had at the last decision."""
+        return self._free_tokens[pool]
 
-    def reserved_tokens(self) -> int:
+    def reserved_tokens(self, pool: int = 0) -> int:
         """Tokens that were reserved and not allocated at the last decision."""
-        return self._reserved_tokens
+        return self._reserved_tokens[pool]
 
     def ask_room(self) -> None:
         """Have the daemon say anew what is free, and send it."""
         super().ask_room()
         self._tell((Called.ROOM,), None)
 
-    def reserve_prompt(self, new_tokens: int, *, fits: bool) -> bool:
-        """Give the request that SGLang looks at the pages of its whole prompt, and send them."""
+    def reserve(self, new_tokens: int, *, fits: bool) -> bool:
+        """Give the request that SGLang looks at the pages of its next tokens, and send them."""
         pages = self._looked_at
-        has_room = super().reserve_prompt(new_tokens, fits=fits)
+        has_room = super().reserve(new_tokens, fits=fits)
         rid = None if pages is None else pages.request_id
-        self._tell((Called.PROMPT, rid, new_tokens, fits), has_room, [pages])
+        self._tell((Called.PROMPT, rid, new_tokens, fits), (has_room, self._has_void_step), [pages])
         return has_room
 
     def reserve_decode(self, requests: Sequence[Any]) -> bool:
@@ -130,7 +130,9 @@ class LeadingCache(PageCache):
 
     def _tell(self, call: Call, answer: object, nodes: Iterable[object] = ()) -> None:
         """Send a decision, and what is new of the tables of these requests."""
-        self._free_tokens, self._reserved_tokens = super().available_tokens(), super().reserved_tokens()
+        pools = range(len(self._pool_blocks))
+        self._free_tokens = tuple(super(LeadingCache, self).available_tokens(pool) for pool in pools)
+        self._reserved_tokens = tuple(super(LeadingCache, self).reserved_tokens(pool) for pool in pools)
         self._followers.tell(Record(call, answer, self._free_tokens, self._reserved_tokens, self._news(nodes)))
 
     def _news(self, nodes: Iterable[object]) -> Mapping[str, NewPages]:
@@ -139,6 +141,7 @@ class LeadingCache(PageCache):
             if isinstance(node, RequestPages) and (told := self._told.get(node.request_id)) and told[0] is node:
                 first = told[1]
                 if len(node.pages) > first:
-                    news[node.request_id] = NewPages(first, node.pages[first:])
+                    windows = self._windows_of(node)[first:] if node.others else []
+                    news[node.request_id] = NewPages(first, node.pages[first:], windows)
                     self._told[node.request_id] = node, len(node.pages)
         return news

@@ -31,20 +31,21 @@ class RankLost(RuntimeError):
 
 
 class NewPages(NamedTuple):
-    """Pages of a request from block ``first`` on."""
+    """Pages of a request from block ``first`` on, and those in the pool of windows, where there is one."""
 
     first: int
     pages: list[int]
+    windows: list[int]
 
 
 class Record(NamedTuple):
-    """A call of the first rank, and its ``answer``. ``free_tokens`` and ``reserved_tokens``: once it was made.
-    ``pages``: new ones by request."""
+    """A call of the first rank, and its ``answer``. ``free_tokens`` and ``reserved_tokens``: of each pool, once it was
+    made. ``pages``: new ones by request."""
 
     call: Call
     answer: Any
-    free_tokens: int
-    reserved_tokens: int
+    free_tokens: tuple[int, ...]
+    reserved_tokens: tuple[int, ...]
     pages: Mapping[str, NewPages]
 
 

@@ -3,28 +3,32 @@
     layer l    k  [ page 0 | page 1 | ... ]    v  [ page 0 | page 1 | ... ]     a page: (tokens, heads, head_dim)
     latents    kv [ page 0 | page 1 | ... ]                                     a page: (tokens, 1, latent_dim)
 
-Page 0 is SGLang's: padding is written there. The daemon never grants it.
+Page 0 is SGLang's: padding is written there. The daemon never grants it. A model that has layers with windows beside
+others has two pools of SGLang's, whose numbers of layers and of pages differ. They are two groups, each with a slab.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from cachesvc_client import DaemonUnavailable
 from cachesvc_client.plugins.facts import display_name, named
 from cachesvc_client.plugins.node import RESERVED_PAGES, Node, Share, new_instance
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc_sglang.identity import engine_facts, replaced_weights
 from cachesvc_sglang.links import FollowerLinks, LeaderLink
 from cachesvc_sglang.plain import EngineRefused, ranks_of_engine
-from cachesvc_sglang.refusals import LATENT_POOL, require_pool
+from cachesvc_sglang.refusals import LATENT_POOL, require_pool, require_window_pool
 from cachesvc_sglang.settings import EngineSettings, flags_of, read_settings
 
-GROUP = "full"
+GROUP, WINDOW_GROUP = "full", "window"
 
 log = logging.getLogger("sglang.srt." + __name__)
 
@@ -49,19 +53,74 @@ class PoolMemory:
         self.leader = leader
 
 
+class PoolPart(NamedTuple):
+    """A pool of SGLang's, a group of the layout: ``layers`` of the model. ``window_tokens``: that a token reads, its
+    own included; None: all."""
+
+    pool: Any
+    group: str
+    layers: Sequence[int]
+    window_tokens: int | None = None
+
+    @property
+    def pages(self) -> int:
+        return int(self.pool.size // self.pool.page_size + RESERVED_PAGES)
+
+
+class WindowPoolPart(MHATokenToKVPool):  # type: ignore[misc]
+    """A part of SGLang's pool with windows. Its buffers have no memory until ``lay_over``: one layout has all parts,
+    and SGLang makes one after another."""
+
+    _take_planes: Callable[[], None] | None = None
+
+    def lay_over(self, take_planes: Callable[[], None]) -> None:
+        """Have buffers in memory, which ``take_planes`` gives the pool."""
+        self._take_planes = take_planes
+        self._create_buffers()
+
+    def _create_buffers_normal(self) -> None:
+        if self._take_planes is not None:
+            self._take_planes()
+            return
+        for name, shape in zip(_shapes(self), self._kv_buffer_shapes(), strict=True):
+            empty = [torch.empty(shape, dtype=self.store_dtype, device="meta") for _ in range(self.layer_num)]
+            setattr(self, f"{name}_buffer", empty)
+
+
 def lay_over_slab(pool: Any) -> None:
-    """Register the engine's pool, map it, and give SGLang's pool its planes. Raises EngineRefused, and what
-    registering raises."""
+    """Register a pool of whole sequences, map it, and give it its planes. Raises EngineRefused, and what registering
+    raises."""
+    require_pool(pool)
+    part = PoolPart(pool, GROUP, range(pool.layer_num))
+    take_planes(pool, part, _lay_over_slabs(pool, [part]))
+
+
+def lay_over_slabs(pool: Any, window: int) -> None:
+    """The same for a pool with layers that read ``window`` tokens before the query's. Its parts are
+    ``WindowPoolPart``."""
+    require_window_pool(pool)
+    layers: dict[bool, list[int]] = {False: [], True: []}
+    for layer, (_, has_window) in sorted(pool.layers_mapping.items()):
+        layers[has_window].append(layer)
+    parts = [
+        PoolPart(pool.full_kv_pool, GROUP, layers[False]),
+        PoolPart(pool.swa_kv_pool, WINDOW_GROUP, layers[True], window + 1),
+    ]
+    node = _lay_over_slabs(pool, parts)
+    for part in parts:
+        part.pool.lay_over(partial(take_planes, part.pool, part, node))
+
+
+def _lay_over_slabs(pool: Any, parts: Sequence[PoolPart]) -> Node:
     from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.runtime_context import get_server_args
 
     settings, arguments = read_settings(os.environ), get_server_args()
     model_config = model_config_of(arguments)
-    require_pool(pool)
     ranks = ranks_of_engine()
-    layout = pool_layout(pool, ranks.size)
+    layout = pool_layout(parts, ranks.size)
     shown = display_name(arguments.model_path)
-    pages = pool.size // pool.page_size + RESERVED_PAGES
+    pages = tuple(part.pages for part in parts)
 
     def of_this_rank() -> tuple[tuple[str, ...], str, str, str]:
         if not ranks.is_first:
@@ -76,18 +135,16 @@ def lay_over_slab(pool: Any) -> None:
     (_, model, instance, _), *_ = starts
     replaced = next((each[-1] for each in starts if each[-1]), "")
     devices = tuple(each for start in starts for each in start[0])
-    share = Share(model, layout, pages, devices, shown, -(-model_config.context_len // pool.page_size))
+    longest = -(-model_config.context_len // pool.page_size)
+    share = Share(model, layout, pages[0], devices, shown, longest, group_pages=pages)
     flags = flags_of(pool.page_size)
     node = Node(settings, instance, share, flags=flags, attaches=True, keeps=ranks.is_first, rank=ranks.rank)
     try:
         ranks.all(node.start)
-        slab = node.pool.memory(GROUP)
-        node.comes_back = slab.can_map_over
+        node.comes_back = all(node.pool.memory(part.group).can_map_over for part in parts)
         node.keep_address()
-        rows = pool.size + pool.page_size
-        for name in _shapes(pool):
-            setattr(pool, f"{name}_buffer", [_rows(node, layer, name)[:rows] for layer in range(pool.layer_num)])
         pool.cachesvc = PoolMemory(node, settings, replaced, *ranks.connect())
+        return node
     except DaemonUnavailable as gone:
         node.close()
         raise EngineRefused(f"no cachesvcd answers at {node.socket_path} ({gone}): start it first") from gone
@@ -96,17 +153,27 @@ def lay_over_slab(pool: Any) -> None:
         raise
 
 
-def pool_layout(pool: Any, ranks: int = 1) -> Layout:
-    """Layout of SGLang's pool: K and V of each layer, or its latents, token by token. ``ranks``: of the engine, each of
-    which has its own heads, or all latents."""
-    dtype = str(pool.store_dtype).removeprefix("torch.")
-    planes = [
-        Plane(name, layer, GROUP, (pool.page_size, *shape), dtype)
-        for layer in range(pool.layer_num)
-        for name, shape in _shapes(pool).items()
-    ]
-    is_replicated = ranks > 1 and type(pool).__name__ == LATENT_POOL
-    return Layout(pool.page_size, ranks, (PlaneGroup(GROUP, replicated=is_replicated),), tuple(planes))
+def pool_layout(parts: Sequence[PoolPart], ranks: int = 1) -> Layout:
+    """Layout of SGLang's pools: K and V of each layer, or its latents, token by token. ``ranks``: of the engine, each
+    of which has its own heads, or all latents."""
+    groups, planes = [], []
+    for pool, group, layers, window_tokens in parts:
+        dtype = str(pool.store_dtype).removeprefix("torch.")
+        is_replicated = ranks > 1 and type(pool).__name__ == LATENT_POOL
+        groups.append(PlaneGroup(group, window_tokens, replicated=is_replicated))
+        planes += [
+            Plane(name, layer, group, (pool.page_size, *shape), dtype)
+            for layer in layers
+            for name, shape in _shapes(pool).items()
+        ]
+    return Layout(parts[0].pool.page_size, ranks, tuple(groups), tuple(planes))
+
+
+def take_planes(pool: Any, part: PoolPart, node: Node) -> None:
+    """Give a pool its planes of the slab."""
+    rows = pool.size + pool.page_size
+    for name in _shapes(pool):
+        setattr(pool, f"{name}_buffer", [_rows(node, layer, name)[:rows] for layer in part.layers])
 
 
 def _shapes(pool: Any) -> dict[str, tuple[int, int]]:

@@ -22,6 +22,7 @@ from cachesvc_client.plugins.request_pages import RequestPages, Wish
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome, IncLockRefResult
 
 from cachesvc.model.layout import Layout
+from cachesvc.model.words import NO_PAGE
 from cachesvc_sglang.engine_cache import ROOT, CacheMetrics, EngineCache, name_of
 from cachesvc_sglang.host_loads import HostLoads
 from cachesvc_sglang.plain import EngineRefused, may_share
@@ -40,8 +41,9 @@ class PageCache(EngineCache):
         params, allocator = context.params, self.token_to_kv_pool_allocator
         pool = allocator.get_kvcache()
         registration = self.node.lease.registration
-        step_tokens = params.chunked_prefill_size or self._pool_blocks * self.page_size
-        ahead = min(step_tokens // self.page_size, self._pool_blocks // AHEAD_DIVISOR)
+        step_tokens = params.chunked_prefill_size or self.total_size()
+        self._chunk_blocks = step_tokens // self.page_size if self.supports_swa() else self._pool_blocks[0]
+        ahead = min(step_tokens // self.page_size, min(self._pool_blocks) // AHEAD_DIVISOR)
         self._book = PageBook(self.node.lease, self._settings.stock_blocks, ahead)
         self._book.untold.is_late = bool(self.node.pool.is_on_gpu)
         self._weights = WeightsVersion(
@@ -57,6 +59,7 @@ class PageCache(EngineCache):
         pool.register_layer_transfer_counter(self._loads)
         self._changes_weights = self._resets_later = False
         self._looked_at: RequestPages | None = None
+        self._computed_tokens = 0
         self._reserved: dict[str, RequestPages] = {}
         allocator.bind(self)
 
@@ -87,7 +90,14 @@ class PageCache(EngineCache):
     def inc_lock_ref(self, node: Any) -> Any:
         """SGLang looks at the request of this node. Its pages are pinned since its match."""
         self._looked_at = node if isinstance(node, RequestPages) else None
+        self._computed_tokens = node.loaded_blocks * self.page_size if isinstance(node, RequestPages) else 0
         return IncLockRefResult()
+
+    def look_at_chunk(self, request: Any) -> None:
+        """SGLang looks at the request whose next chunk is to be computed."""
+        node = request.last_node
+        self._looked_at = node if isinstance(node, RequestPages) else None
+        self._computed_tokens = request.prefix_len
 
     def path_device_indices(self, node: Any) -> Any:
         """Slots of what a match has found in place, and of what SGLang was told to load."""
@@ -112,36 +122,41 @@ class PageCache(EngineCache):
 
     # -- pages -------------------------------------------------------------------------------------------------------
 
-    def available_tokens(self) -> int:
-        """Tokens that can be had, those of this pass's reservations left out."""
-        return int(self._book.free_blocks(self._pool_blocks, None) * self.page_size)
+    def available_tokens(self, pool: int = 0) -> int:
+        """Tokens of a pool that can be had, those of this pass's reservations left out."""
+        return int(self._book.free_blocks(self._pool_blocks[pool], None, pool) * self.page_size)
 
-    def reserved_tokens(self) -> int:
+    def reserved_tokens(self, pool: int = 0) -> int:
         """Tokens that this pass has reserved, and that are not allocated yet. Pages that came with the match of the
         request that SGLang looks at are among them: for the daemon they are in use."""
-        reserved, looked_at = sum(each.spare_pages for each in self._reserved.values()), self._looked_at
+        reserved, looked_at = sum(each.spare_pages(pool) for each in self._reserved.values()), self._looked_at
         if looked_at is not None and not looked_at.taken and looked_at.request_id not in self._reserved:
-            reserved += max(0, len(looked_at.pages) - looked_at.hit_blocks)
+            table = self._windows_of(looked_at) if pool else looked_at.pages
+            reserved += sum(page != NO_PAGE for page in table[looked_at.hit_blocks :])
         return int(reserved * self.page_size)
 
     def ask_room(self) -> None:
         """Have the daemon say anew what is free."""
         self._book.ask_room()
 
-    def reserve_prompt(self, new_tokens: int, *, fits: bool) -> bool:
-        """Give the request that SGLang looks at the pages of its whole prompt; False where there is no room now."""
+    def reserve(self, new_tokens: int, *, fits: bool) -> bool:
+        """Give the request that SGLang looks at the pages of its next tokens; False where there is no room now. A
+        request that waits for room with pages of its first chunks begins anew now and then, where nothing else runs:
+        another engine may wait for these."""
         pages = self._looked_at
         if pages is None:
             return False
-        tokens = pages.loaded_blocks * self.page_size + new_tokens
-        if fits and self._book.reserve(pages, -(-tokens // self.page_size)):
+        blocks = -(-(self._computed_tokens + new_tokens) // self.page_size)
+        if fits and self._book.reserve(pages, blocks):
             self._reserved[pages.request_id] = pages
             pages.is_admitted = True
             return True
-        blocks = -(-tokens // self.page_size)
         if fits and self._book.is_beyond(pages, blocks) and not self.node.comes_back:
             raise EngineRefused(STUCK)
-        self._book.give_way(pages)
+        if not pages.held:
+            self._book.give_way(pages)
+        elif self._book.gives_up(pages):
+            self._has_void_step = True
         return False
 
     def reserve_decode(self, requests: Sequence[Any]) -> bool:
@@ -166,6 +181,8 @@ class PageCache(EngineCache):
                 self._book.use_hits(pages)
             if blocks > pages.taken:
                 self._book.take(pages, blocks - pages.taken)
+                for table in pages.others:
+                    table.taken = blocks
             self._reserved.pop(name_of(request), None)
             self._rows[name_of(request)] = request.kv
             tables.append(pages.pages)
@@ -178,6 +195,8 @@ class PageCache(EngineCache):
         if may_share(req) and not self._is_off:
             keys = self._keys_of(req).extend(req.full_untruncated_fill_ids[:up_to])
             self._book.seal(pages, min(blocks, pages.taken, len(keys)), keys)
+        if self.supports_swa() and not req.finished():
+            self.evict_sliding_windows(req, up_to)
         self._protect(req, up_to)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
@@ -299,13 +318,24 @@ class PageCache(EngineCache):
 
     def _wish(self, request: Any, tokens: Sequence[int], most_tokens: int | None) -> Wish:
         """Match for a request's ``tokens``, at most ``most_tokens`` of them; the last one is computed."""
-        first = -(-len(tokens) // self.page_size)
+        all_blocks = -(-len(tokens) // self.page_size)
+        first = min(all_blocks, self._chunk_blocks)
+        takes_all = first == all_blocks
         if self._is_off or not may_share(request):
-            return Wish((), 0, first, takes_all=True)
+            return Wish((), 0, first, takes_all=takes_all)
         hashes = self._keys_of(request).extend(tokens)
         most = max(0, len(tokens) - 1) if most_tokens is None else min(most_tokens, len(tokens))
         blocks = min(most // self.page_size, len(hashes))
-        return Wish(hashes, blocks, first, follows_layers=self._book.is_empty, takes_all=True)
+        return Wish(hashes, blocks, first, follows_layers=self._book.is_empty, takes_all=takes_all)
+
+    def _windows_of(self, node: RequestPages) -> list[int]:
+        return node.others[0].pages
+
+    def _slide(self, node: Any, blocks: int) -> None:
+        if isinstance(node, RequestPages):
+            for table in node.others:
+                table.first = max(table.first, blocks)
+            self._book.move_windows(node)
 
     def _next_lease(self) -> str:
         """The lease to move to; empty while there is none, or pages are in use."""
@@ -321,6 +351,7 @@ class PageCache(EngineCache):
         self._loads.forget(rid)
         self._reserved.pop(rid, None)
         self._rows.pop(rid, None)
+        self._shown.pop(rid, None)
         if ends:
             self._keys.pop(rid, None)
             self._book.without_host.discard(rid)

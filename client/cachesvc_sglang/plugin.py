@@ -23,7 +23,7 @@ def activate() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from cachesvc_sglang.adapters import HOOKS as ADAPTER_HOOKS
-    from cachesvc_sglang.allocator import PageAllocator
+    from cachesvc_sglang.allocator import PageAllocator, WindowAllocator
 
     register_radix_cache_backend(NAME, make_cache)
     for method in ("MHATokenToKVPool._create_buffers_normal", "MLATokenToKVPool._create_buffers"):
@@ -33,6 +33,10 @@ def activate() -> None:
     HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.load_model", load_model, HookType.AROUND)
     configurator = "sglang.srt.mem_cache.kv_cache_configurator"
     HookRegistry.register(f"{configurator}.PagedTokenToKVPoolAllocator", PageAllocator, HookType.REPLACE)
+    HookRegistry.register(f"{configurator}.SWATokenToKVPoolAllocator", WindowAllocator, HookType.REPLACE)
+    HookRegistry.register(
+        f"{configurator}.KVCacheConfigurator._build_hybrid_swa_kv_pool", build_window_pool, HookType.AROUND
+    )
     HookRegistry.register(
         f"{configurator}.KVCacheConfigurator._profile_available_bytes", available_bytes, HookType.AROUND
     )
@@ -88,6 +92,20 @@ def create_buffers(original: Any, pool: Any) -> None:
     from cachesvc_sglang.memory import lay_over_slab
 
     lay_over_slab(pool)
+
+
+def build_window_pool(original: Any, configurator: Any, *, mha_pool_class: type, **kwargs: Any) -> Any:
+    """Build a pool of whole sequences and windows, and lay both over the daemon's slabs, where the engine is to use
+    them."""
+    if not _is_chosen():
+        return original(configurator, mha_pool_class=mha_pool_class, **kwargs)
+    from cachesvc_sglang.memory import WindowPoolPart, lay_over_slabs
+    from cachesvc_sglang.refusals import require_parts
+
+    require_parts(mha_pool_class)
+    pool = original(configurator, mha_pool_class=WindowPoolPart, **kwargs)
+    lay_over_slabs(pool, configurator.sliding_window_size)
+    return pool
 
 
 def _is_chosen() -> bool:

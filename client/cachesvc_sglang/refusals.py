@@ -69,8 +69,11 @@ POLICY_OF_TREE = "dfs-weight"
 """Order of the waiting queue that walks SGLang's own tree, which an engine of the daemon does not have."""
 
 
-FULL_POOL, LATENT_POOL = "MHATokenToKVPool", "MLATokenToKVPool"
-"""SGLang's KV pools that are served: K and V of full attention, and latents."""
+FULL_POOL, LATENT_POOL, WINDOW_POOL = "MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool"
+"""SGLang's KV pools that are served: K and V of full attention, latents, and K and V of windows beside full ones."""
+
+WINDOW_PART = "WindowPoolPart"
+"""Each of the two that the last one has, as the plugin makes them (``memory``)."""
 
 
 def require_supported(arguments: Any, settings: EngineSettings) -> None:
@@ -159,9 +162,9 @@ def require_patched(
 
 def require_pool(pool: Any) -> None:
     """Raises EngineRefused for a KV pool whose pages are neither K and V nor latents, token by token."""
-    kind = type(pool).__name__
-    layout = getattr(pool, "kv_cache_layout", "nhd")
-    if kind in (FULL_POOL, LATENT_POOL) and layout == "nhd" and not getattr(pool, "is_quantized_kv_cache", False):
+    kind, layout = type(pool).__name__, getattr(pool, "kv_cache_layout", "nhd")
+    is_plain = layout == "nhd" and not getattr(pool, "is_quantized_kv_cache", False)
+    if kind in (FULL_POOL, LATENT_POOL, WINDOW_PART) and is_plain:
         return
     raise EngineRefused(
         f"the KV pool is a {kind} of layout {layout}: full attention over whole pages of K and V or of latents is "
@@ -169,24 +172,59 @@ def require_pool(pool: Any) -> None:
     )
 
 
+def require_parts(kind: type) -> None:
+    """Raises EngineRefused for parts of a pool with windows that are not K and V, token by token."""
+    if kind.__name__ != FULL_POOL:
+        raise EngineRefused(
+            f"the KV pool has windows, and parts of a {kind.__name__}: {FULL_POOL} is supported; leave out "
+            "--radix-cache-backend cachesvc for this model"
+        )
+
+
+def require_window_pool(pool: Any) -> None:
+    """Raises EngineRefused for a pool of windows without whole sequences, and for parts as ``require_pool``."""
+    _require_sized(pool)
+    if not pool.full_layer_nums:
+        raise EngineRefused(
+            "no layer of this model keeps whole sequences, and the daemon finds prompts by one that does; leave out "
+            "--radix-cache-backend cachesvc for this model"
+        )
+    for each in (pool.full_kv_pool, pool.swa_kv_pool):
+        require_pool(each)
+
+
 def require_cache(context: Any) -> None:
     """Raises EngineRefused for a model whose KV memory the plugin did not provide."""
     kind = type(context.params.token_to_kv_pool_allocator).__name__
-    if context.is_hybrid_swa or context.is_hybrid_ssm or kind != "PageAllocator":
+    if context.is_hybrid_ssm:
         raise EngineRefused(
-            f"this model's KV cache has a {kind}: models with full attention alone are supported, at page sizes above "
-            "1; leave out --radix-cache-backend cachesvc for this one"
+            "this model keeps recurrent states (Mamba, gated delta networks), which SGLang has in slots of requests: "
+            "leave out --radix-cache-backend cachesvc for this one, or serve it with vLLM's connector"
+        )
+    if kind not in ("PageAllocator", "WindowAllocator"):
+        raise EngineRefused(
+            f"this model's KV cache has a {kind}: full attention and windows beside it are supported, at page sizes "
+            "above 1; leave out --radix-cache-backend cachesvc for this one"
+        )
+    if getattr(context.tp_worker.model_runner, "prefill_aware_swa", False):
+        raise EngineRefused(
+            "this model's windows keep all of a prompt (prefill-aware windows), and the daemon's slide over it: leave "
+            "out --radix-cache-backend cachesvc for this one"
         )
     pool = context.params.token_to_kv_pool_allocator.get_kvcache()
+    _require_sized(pool)
+    if not hasattr(pool, "cachesvc"):
+        raise EngineRefused(
+            f"this model's KV pool is a {type(pool).__name__}, and {FULL_POOL}, {LATENT_POOL} and {WINDOW_POOL} are "
+            "supported: leave out --radix-cache-backend cachesvc for this one"
+        )
+
+
+def _require_sized(pool: Any) -> None:
     if getattr(pool, "post_capture_active", False):
         raise EngineRefused(
             "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING is set: SGLang would size the KV pool after its graphs, and the pool "
             "is the daemon's; unset it, and size the pool by --max-total-tokens"
-        )
-    if not hasattr(pool, "cachesvc"):
-        raise EngineRefused(
-            f"this model's KV pool is a {type(pool).__name__}, and {FULL_POOL} and {LATENT_POOL} are supported: leave "
-            "out --radix-cache-backend cachesvc for this one"
         )
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cachesvc_sglang.allocator import PageAllocator
+from cachesvc_sglang.allocator import DaemonPages
 from cachesvc_sglang.engine_cache import EngineCache
 
 
 def allocate(original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Tell the allocator which requests it serves."""
     allocator = batch.tree_cache.token_to_kv_pool_allocator
-    if not isinstance(allocator, PageAllocator):
+    if not isinstance(allocator, DaemonPages):
         return original(batch, *args, **kwargs)
     allocator.batch = batch
     try:
@@ -89,6 +89,13 @@ def add_request_to_queue(original: Callable[..., Any], scheduler: Any, request: 
         cache.expect(request)
 
 
+def add_chunked_request(original: Callable[..., Any], adder: Any, request: Any) -> Any:
+    """Tell the cache whose chunk is to have its pages."""
+    if isinstance(adder.tree_cache, EngineCache):
+        adder.tree_cache.look_at_chunk(request)
+    return original(adder, request)
+
+
 def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     cache = scheduler.tree_cache
     if not isinstance(cache, EngineCache):
@@ -138,6 +145,7 @@ UPDATES = (
 HOOKS: Mapping[str, Callable[..., Any]] = {
     "sglang.srt.mem_cache.allocation.alloc_for_extend": allocate,
     "sglang.srt.mem_cache.allocation.alloc_for_decode": allocate,
+    "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req": add_chunked_request,
     f"{SCHEDULER}.ingest_requests": ingest_requests,
     f"{SCHEDULER}._add_request_to_queue": add_request_to_queue,
     f"{SCHEDULER}.run_batch": run_batch,

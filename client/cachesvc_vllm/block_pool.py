@@ -192,7 +192,7 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
         """Blocks that vLLM may count on; page 0 is none."""
         current = self.now.current
         if self.now.counts_own and current is not None:
-            return current.spare_pages
+            return current.spare_pages()
         return self.book.free_blocks(self.num_gpu_blocks - 1, current)
 
     def evict_blocks(self, block_ids: set[int]) -> None:

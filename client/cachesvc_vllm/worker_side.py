@@ -117,7 +117,7 @@ class WorkerSide:
         if node is None or not model:
             return None
         self._node, self.share = node, node.share
-        slab, size = node.share.slab, self._kv_cache_config.kv_cache_tensors[0].size
+        slab, size = node.share.slabs[0], self._kv_cache_config.kv_cache_tensors[0].size
         self.comes_back = node.comes_back = node.pool.memory(slab).can_map_over
         self._mode = SlabMode(node.pool.slab_to_torch(slab).view(torch.int8)[:size])
         self._copier = PageCopier(self._mode.slab, node.share.layout, node.share.pages)

@@ -32,6 +32,7 @@ from cachesvc_sglang.identity import look_at_weights, replaced_weights  # noqa: 
 from cachesvc_sglang.memory import PoolMemory  # noqa: E402
 from cachesvc_sglang.page_cache import PageCache  # noqa: E402
 from cachesvc_sglang.settings import EngineSettings, flags_of  # noqa: E402
+from sglang.srt.managers.schedule_batch import ReqKvInfo  # noqa: E402
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, CacheRequestOutcome  # noqa: E402
 
 from cachesvc.model.layout import Layout, Plane, PlaneGroup  # noqa: E402
@@ -41,6 +42,8 @@ PAGES = 40
 NUMBERS = itertools.count()
 BOUND_S = 30.0
 """Time in which a page of another engine must have come, on any machine."""
+WINDOW_TOKENS: int | None = None
+"""That a layer reads before the query's, in a second group of the layout; None: there is none."""
 LAYOUT = Layout(PAGE_TOKENS, 1, (PlaneGroup("full"),), (Plane("kv", 0, "full", (PAGE_TOKENS, 64), "uint8"),))
 
 
@@ -59,7 +62,8 @@ class Request:
         self.multimodal_inputs = self.input_embeds = None
         self.positional_embed_overrides = None
         self.skip_radix_cache_insert = False
-        self.kv = SimpleNamespace(kv_allocated_len=0, cache_protected_len=0)
+        self.kv = ReqKvInfo()
+        self.prefix_len = 0
         self.last_node: Any = None
 
     @property
@@ -78,7 +82,9 @@ class Scheduling:
 
     def __init__(self, socket: str, model: str, *, is_off: bool = False, replaced: str = "") -> None:
         settings = EngineSettings(socket=socket, stock_blocks=1)
-        share = Share(model, LAYOUT, PAGES + RESERVED_PAGES)
+        pools = (PAGES,) if WINDOW_TOKENS is None else (PAGES, PAGES // 2)
+        pages = tuple(each + RESERVED_PAGES for each in pools)
+        share = Share(model, LAYOUT, pages[0], group_pages=pages)
         flags = flags_of(PAGE_TOKENS)
         self.node = Node(settings, new_instance("cache_runs"), share, flags=flags, attaches=True, keeps=True)
         self.node.start()
@@ -87,12 +93,13 @@ class Scheduling:
             layer_num=1,
             register_layer_transfer_counter=lambda _: None,
         )
-        allocator = SimpleNamespace(get_kvcache=lambda: pool, num_pages=PAGES, bind=lambda _: None, device="cpu")
+        allocator = SimpleNamespace(get_kvcache=lambda: pool, pool_blocks=pools, bind=lambda _: None, device="cpu")
         params = SimpleNamespace(
             req_to_token_pool=None,
             token_to_kv_pool_allocator=allocator,
             page_size=PAGE_TOKENS,
             chunked_prefill_size=None,
+            sliding_window_size=WINDOW_TOKENS,
             enable_metrics=False,
         )
         self.cache = PageCache(SimpleNamespace(params=params, disable_radix_cache=is_off))
@@ -110,7 +117,7 @@ class Scheduling:
         """Match a request, and give it the pages of its prompt."""
         found = self.match(request)
         new = len(request.origin_input_ids) - found.device_prefix_len - found.host_hit_length
-        return self.cache.reserve_prompt(new, fits=True)
+        return self.cache.reserve(new, fits=True)
 
     def load(self, request: Request) -> None:
         """Wait until what the host has of a request has come."""
@@ -248,7 +255,14 @@ def larger_than_half(at: Scheduling) -> dict[str, Any]:
     at.match(large)
     tokens = len(large.origin_input_ids)
     budget = DaemonBudget(SimpleNamespace(page_size=PAGE_TOKENS, available_size=at.cache.available_tokens), at.cache)
-    is_admitted, _ = budget.check_prefill(extend_input_len=tokens, total_tokens=tokens + PAGE_TOKENS, chunk_limit=None)
+    is_admitted, _ = budget.check_prefill(
+        extend_input_len=tokens,
+        total_tokens=tokens + PAGE_TOKENS,
+        max_new_tokens=PAGE_TOKENS,
+        input_tokens=tokens,
+        swa_host_hit_length=0,
+        chunk_limit=None,
+    )
     at.abort(large)
     return {"is_admitted": is_admitted}
 

@@ -38,11 +38,15 @@ def _double(value: Any) -> Any:
     return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
+BUFFERS = "k_buffer", "v_buffer", "kv_buffer"
+
+
 def plant_wrong_pages(scheduler: Any) -> None:
-    """Have each page hold what another one held, behind the daemon's back: SGLang calls it in each rank, by the name
-    that ``collective_rpc`` is given."""
+    """Have each page hold what another one held, behind the daemon's back, of windows alone where there are any: SGLang
+    calls it in each rank, by the name that ``collective_rpc`` is given."""
     pool, page_tokens = scheduler.token_to_kv_pool_allocator.get_kvcache(), scheduler.page_size
-    planes = [each for name in ("k_buffer", "v_buffer", "kv_buffer") for each in getattr(pool, name, ())]
+    pool = getattr(pool, "swa_kv_pool", pool)
+    planes = [each for name in BUFFERS for each in getattr(pool, name, ())]
     order = torch.randperm(len(planes[0]) // page_tokens, generator=torch.Generator().manual_seed(1))
     for plane in planes:
         pages = plane.view(-1, page_tokens, *plane.shape[1:])
@@ -66,5 +70,6 @@ for module, name in PRODUCTS:
     setattr(module, name, in_double(getattr(module, name)))
 for name in MODULES:
     import_module(f"sglang.srt.{name}")
+import_module("tests.sglang.windows_backend")
 scheduler_module: Any = import_module("sglang.srt.managers.scheduler")
 scheduler_module.Scheduler.plant_wrong_pages = plant_wrong_pages

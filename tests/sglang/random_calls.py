@@ -1,7 +1,7 @@
 """Random calls of SGLang's scheduler to the caches of two engines on one daemon, without a model. What a request would
 compute of a block is a digest of its tokens: each hit, each load, and each block of a request under way is compared.
 
-    python -m tests.sglang.random_calls SOCKET SEEDS STEPS
+    python -m tests.sglang.random_calls SOCKET SEEDS STEPS [windows]
 
 Run by the Python that has SGLang, which need not have pytest. Prints what happened, as JSON.
 """
@@ -22,6 +22,7 @@ from tests.sglang.stubs import install
 install()
 
 import torch  # noqa: E402 - the stubs come first
+from sglang.srt.managers.schedule_batch import ReqKvInfo  # noqa: E402
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome  # noqa: E402
 
 from cachesvc.model.layout import Layout, Plane, PlaneGroup  # noqa: E402
@@ -30,7 +31,10 @@ from tests.sglang.cache_runs import PAGE_TOKENS, Request, Scheduling  # noqa: E4
 
 LAYERS = 4
 BYTES = 64
-PLANES = tuple(Plane("kv", layer, "full", (PAGE_TOKENS, BYTES), "uint8") for layer in range(LAYERS))
+GROUPS = ["full"] * LAYERS
+"""Group of each layer."""
+WINDOWS = ["window", "full", "window", "full"]
+WINDOW_TOKENS = 2 * PAGE_TOKENS + 3
 VOCABULARY = 50_000
 HEADS = 5
 MOST_WAITING = 4
@@ -43,7 +47,7 @@ class RandomRequest(Request):
         super().__init__(rid, 0, 0)
         self.origin_input_ids = self.full_untruncated_fill_ids = array("q", tokens)
         self.cache_salt = salt
-        self.end = self.done = 0
+        self.end = self.done = self.chunk = 0
         self.is_over = False
 
     @property
@@ -91,6 +95,8 @@ class Engine:
         self._running += admitted
         chunked = [each for each in self._running if not each.is_prefilled and each not in admitted]
         decoding = [each for each in self._running if each.is_prefilled and each not in admitted]
+        if cache_runs.WINDOW_TOKENS is not None:
+            chunked = [each for each in chunked if self._has_chunk(each)]
         if batch := admitted or chunked or decoding:
             self._launch(batch, admitted, decodes=not (admitted or chunked))
 
@@ -130,11 +136,17 @@ class Engine:
     def _admit(self) -> list[RandomRequest]:
         admitted: list[RandomRequest] = []
         while self._waiting and (not admitted or self._rng.random() < 0.6):
+            if cache_runs.WINDOW_TOKENS is not None and any(not each.is_prefilled for each in self._running + admitted):
+                break  # SGLang has one such request at a time
             request = self._waiting[0]
             found, tokens = self._at.match(request), len(request.full_untruncated_fill_ids)
             request.end = found.device_prefix_len + found.host_hit_length
             fits = tokens - request.end + 2 * PAGE_TOKENS <= self._cache.available_tokens()
-            if not self._cache.reserve_prompt(tokens - request.end, fits=fits):
+            request.chunk = self._next_chunk()
+            wanted = tokens - request.end
+            if cache_runs.WINDOW_TOKENS is not None:
+                wanted = min(wanted, request.chunk)
+            if not self._cache.reserve(wanted, fits=fits):
                 break
             if found.host_hit_length:
                 loaded = self._cache.init_load_back(SimpleNamespace(best_match_node=request.last_node))
@@ -145,8 +157,33 @@ class Engine:
             assert len(self._cache.path_device_indices(request.last_node)) >= request.end
             self.seen["hits"] += request.end > 0
             request.done = request.end // PAGE_TOKENS
+            self._see_windows(request, request.done)
             admitted.append(self._waiting.pop(0))
         return admitted
+
+    def _next_chunk(self) -> int:
+        return self._rng.choice([1, 2 * PAGE_TOKENS + 3, 1 << 20])
+
+    def _has_chunk(self, request: RandomRequest) -> bool:
+        """Give a request the pages of its next chunk; False where there is no room."""
+        request.prefix_len, request.chunk = request.end, self._next_chunk()
+        self._cache.look_at_chunk(request)
+        tokens = min(request.chunk, len(request.full_untruncated_fill_ids) - request.end)
+        fits = tokens + PAGE_TOKENS <= min(self._cache.available_tokens(pool) for pool in (0, 1))
+        has_pages = self._cache.reserve(tokens, fits=fits)
+        self.seen["waiting_chunks"] += not has_pages
+        return has_pages
+
+    def _see_windows(self, request: RandomRequest, blocks: int) -> None:
+        """Compare what a request reads of windows that end with ``blocks`` blocks, once loads have come."""
+        if cache_runs.WINDOW_TOKENS is None or self._cache._loads.running(request.last_node):  # noqa: SLF001
+            return
+        windows = request.last_node.others[0].pages
+        for block in range(max(0, (blocks * PAGE_TOKENS - WINDOW_TOKENS) // PAGE_TOKENS), blocks):
+            for layer, digest in enumerate(self._digests(request, block)):
+                if GROUPS[layer] == "window":
+                    assert bytes(self._planes[layer][windows[block]][0].tolist()) == digest
+                    self.seen["windows"] += 1
 
     def _launch(self, batch: list[RandomRequest], admitted: list[RandomRequest], *, decodes: bool) -> None:
         hits = {each.rid: each.done for each in admitted}
@@ -154,8 +191,10 @@ class Engine:
             if decodes:
                 each.grow(self._rng.randrange(VOCABULARY))
             else:
-                chunk = self._rng.choice([1, 2 * PAGE_TOKENS + 3, 1 << 20])
+                chunk = each.chunk if cache_runs.WINDOW_TOKENS is not None else self._next_chunk()
                 each.end = min(each.end + chunk, len(each.full_untruncated_fill_ids))
+            if decodes and cache_runs.WINDOW_TOKENS is not None:
+                self._cache.evict_sliding_windows(each, each.end - 1)
             each.kv.kv_allocated_len = each.end
         tables = self._cache.take(batch, [each.end for each in batch])
         assert tables is not None
@@ -178,13 +217,17 @@ class Engine:
 
     def _compute(self, request: RandomRequest, table: Sequence[int], hit: int) -> None:
         """Compare what the request found, or computed before, and compute the rest."""
+        self._see_windows(request, max(hit, request.done))
         for block in range(max(hit, request.done)):
             for layer, digest in enumerate(self._digests(request, block)):
+                if GROUPS[layer] == "window":
+                    continue
                 held = bytes(self._planes[layer][table[block]][0].tolist())
                 assert held == digest, f"{request.rid}: block {block}, layer {layer}, page {table[block]}"
         for block in range(request.done, request.end // PAGE_TOKENS):
             for layer, digest in enumerate(self._digests(request, block)):
-                self._planes[layer][table[block]][0] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+                pages = request.last_node.others[0].pages if GROUPS[layer] == "window" else table
+                self._planes[layer][pages[block]][0] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
         request.done = request.end // PAGE_TOKENS
 
     def _digests(self, request: RandomRequest, block: int) -> list[bytes]:
@@ -204,14 +247,19 @@ class Engine:
         self._cache.on_release(request, checkpointed=False)
         self._running.remove(request)
         request.end = request.done = 0
-        request.kv = SimpleNamespace(kv_allocated_len=0, cache_protected_len=0)
+        request.kv = ReqKvInfo()
         self._waiting.insert(0, request)
         self._cache.expect(request)
 
 
-def main(socket: str, seeds: int, steps: int) -> None:
+def main(socket: str, seeds: int, steps: int, *, has_windows: bool) -> None:
     """Make the calls of all seeds."""
-    cache_runs.LAYOUT = Layout(PAGE_TOKENS, 1, (PlaneGroup("full"),), PLANES)
+    groups = [PlaneGroup("full")]
+    if has_windows:
+        GROUPS[:], cache_runs.WINDOW_TOKENS = WINDOWS, WINDOW_TOKENS
+        groups.append(PlaneGroup("window", WINDOW_TOKENS + 1))
+    planes = [Plane("kv", layer, group, (PAGE_TOKENS, BYTES), "uint8") for layer, group in enumerate(GROUPS)]
+    cache_runs.LAYOUT = Layout(PAGE_TOKENS, 1, tuple(groups), tuple(planes))
     seen: Counter[str] = Counter()
     for seed in range(seeds):
         rng = random.Random(seed)
@@ -225,4 +273,4 @@ def main(socket: str, seeds: int, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    main(sys.argv[1], *map(int, sys.argv[2:4]), has_windows=sys.argv[4:] == ["windows"])

@@ -81,6 +81,14 @@ def test_random_calls_of_two_engines_find_what_was_computed_and_leave_nothing() 
     assert min(seen[each] for each in ("hits", "from_host", "aborted", "retracted")) > 0
 
 
+def test_random_calls_of_two_engines_find_windows_and_leave_nothing() -> None:
+    """The same for layers with windows, on a pool of half as many pages: chunks wait for others to slide."""
+    with running_node(["--fault-copies", "0.05", "--load-limit", "8MiB"]) as node:
+        seen = run("random_calls", node.socket, "3", "300", "windows")
+        check_daemon(node.socket)
+    assert min(seen[each] for each in ("hits", "from_host", "aborted", "retracted", "windows", "waiting_chunks")) > 0
+
+
 def test_two_requests_of_one_name_share_nothing_but_their_name(found: Found) -> None:
     assert found["two_of_one_name"] == {"hit": 0, "are_apart": True, "found": [48, 48], "left": []}
 

@@ -42,12 +42,15 @@ def cache_on(path: str) -> Any:
     buffers = SimpleNamespace(
         cachesvc=PoolMemory(node, settings, ""), layer_num=1, register_layer_transfer_counter=lambda _: None
     )
-    allocator = SimpleNamespace(get_kvcache=lambda: buffers, num_pages=PAGES - 1, bind=lambda _: None, device="cpu")
+    allocator = SimpleNamespace(
+        get_kvcache=lambda: buffers, pool_blocks=(PAGES - 1,), bind=lambda _: None, device="cpu"
+    )
     params = SimpleNamespace(
         req_to_token_pool=None,
         token_to_kv_pool_allocator=allocator,
         page_size=PAGE_TOKENS,
         chunked_prefill_size=None,
+        sliding_window_size=None,
         enable_metrics=False,
     )
     return PageCache(SimpleNamespace(params=params, disable_radix_cache=False))
@@ -87,7 +90,7 @@ def admit_late(cache: Any, daemon: int) -> list[bool]:
     while not any(admitted) and time.monotonic() < until_s:
         cache.inc_lock_ref(found.last_device_node)
         cache.ask_room()
-        admitted.append(cache.reserve_prompt(len(late.origin_input_ids), fits=True))
+        admitted.append(cache.reserve(len(late.origin_input_ids), fits=True))
         found = cache.match_prefix(params)
     return [admitted[0], admitted[-1]]
 

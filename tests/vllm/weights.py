@@ -16,7 +16,7 @@ SCALE = 0.05
 
 
 def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int) -> None:
-    """A Llama's weights beside its ``config.json``, those of a Gemma 3, which has more norms, or of a DeepSeek-V2
+    """A Llama's weights beside its ``config.json``, those of a Gemma 3 or 4, which have more norms, or of a DeepSeek-V2
     without experts."""
     hidden, between, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {
@@ -25,8 +25,8 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int) -> None
         "lm_head.weight": (vocabulary, hidden),
     }
     for layer in range(config["num_hidden_layers"]):
-        stem = f"model.layers.{layer}"
-        shapes |= {f"{stem}.{name}.weight": shape for name, shape in projection_shapes(config).items()}
+        stem, mine = f"model.layers.{layer}", _config_of(config, layer)
+        shapes |= {f"{stem}.{name}.weight": shape for name, shape in projection_shapes(mine).items()}
         shapes |= {
             f"{stem}.mlp.gate_proj.weight": (between, hidden),
             f"{stem}.mlp.up_proj.weight": (between, hidden),
@@ -36,14 +36,21 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int) -> None
         }
         if "kv_lora_rank" in config:
             shapes[f"{stem}.self_attn.kv_a_layernorm.weight"] = (config["kv_lora_rank"],)
-        if config["model_type"] == "gemma3_text":
+        if config["model_type"] in ("gemma3_text", "gemma4_text"):
             shapes |= {
                 f"{stem}.pre_feedforward_layernorm.weight": (hidden,),
                 f"{stem}.post_feedforward_layernorm.weight": (hidden,),
-                f"{stem}.self_attn.q_norm.weight": (config["head_dim"],),
-                f"{stem}.self_attn.k_norm.weight": (config["head_dim"],),
+                f"{stem}.self_attn.q_norm.weight": (mine["head_dim"],),
+                f"{stem}.self_attn.k_norm.weight": (mine["head_dim"],),
             }
     _write(folder / "model.safetensors", shapes, seed)
+
+
+def _config_of(config: Mapping[str, Any], layer: int) -> Mapping[str, Any]:
+    """The same for a layer, whose heads are others where it has a window and ``config`` says so."""
+    if "swa_head_dim" not in config or config["layer_types"][layer] != "sliding_attention":
+        return config
+    return {**config, "head_dim": config["swa_head_dim"], "num_key_value_heads": config["swa_num_key_value_heads"]}
 
 
 def write_adapter(folder: Path, config: Mapping[str, Any], seed: int, rank: int = 8) -> None:

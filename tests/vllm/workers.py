@@ -62,7 +62,7 @@ class Worker(WorkerSide):
         self._waits = LayerWaits(lambda: self._pool, lambda: None)
         node.start()
         node.keep_address()
-        slab, pages = node.share.slab, node.share.pages
+        slab, pages = node.share.slabs[0], node.share.pages
         self.comes_back = node.comes_back = node.pool.memory(slab).can_map_over
         self.slots = node.pool.slab(slab)[: pages * page_bytes].view(np.uint64).reshape(pages, -1)
         self._copier = PageCopier(torch.from_numpy(self.slots.reshape(-1).view(np.int8)), node.share.layout, pages)

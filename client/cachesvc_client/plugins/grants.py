@@ -35,8 +35,9 @@ class Grants:
         pack: Pack,
         clock: Callable[[], float],
     ) -> None:
-        tables, self._lead = len(lease.registration.layout.groups), groups.lead_parts.groups[0]
-        blocks = lease.registration.device_pages[self._lead] // tables
+        layout, pages = lease.registration.layout, lease.registration.device_pages
+        tables, self._pools, self._lead = len(layout.groups), groups.pools, groups.lead_parts.groups[0]
+        blocks = min(pages[group] // layout.unit_pages[group] for group in groups.pools)
         most = most_in_stock(step_blocks, most_requests, blocks, lease.record.most_stock_pages // tables)
         self.demand = StockDemand(max(1, min(stock_blocks, blocks // STOCK_DIVISOR)), most)
         self.outbox = Outbox(lease.step(self.demand.base), Waits(), lambda: False)
@@ -67,12 +68,11 @@ class Grants:
 
     # -- stock -------------------------------------------------------------------------------------------------------
 
-    @property
-    def stock_pages(self) -> int:
-        """Number of pages in the stock of the leading group's pool."""
+    def stock_pages(self, pool: int = 0) -> int:
+        """Number of pages in the stock of a pool."""
         stock = self._lease.record.stock
         assert stock is not None
-        return stock.count(self._lead)
+        return stock.count(self._pools[pool])
 
     def has_stock(self, request: RequestPages, growth: Growth) -> bool:
         """True where the stock has enough for a request; a hit's own pages must be asked for first."""
@@ -82,7 +82,7 @@ class Grants:
             return False
         if request.tail is not None and request.lacks_tail and request.has_lent_tail:
             return False
-        return self.stock_pages >= request.missing_pages(growth)
+        return all(self.stock_pages(pool) >= request.missing_pages(growth, pool) for pool in request.pools)
 
     def grow(self, request: RequestPages, blocks: int, states: Positions) -> bool:
         """Take pages of the stock; False where it has too few."""
@@ -107,7 +107,8 @@ class Grants:
 
     def grow_some(self, request: RequestPages, blocks: int) -> None:
         """Take blocks of a request from the stock, as far as that goes."""
-        rows = min(blocks - request.rows, self.stock_pages // request.row_pages)
+        stocked = min(self.stock_pages(pool) // request.row_pages(pool) for pool in request.pools)
+        rows = min(blocks - request.rows, stocked)
         if rows > 0:
             self.grow(request, request.rows + rows, NO_POSITIONS)
 
@@ -136,12 +137,10 @@ class Grants:
         stock = self._lease.record.stock
         return stock is not None and stock.blocks < self.demand.least(running)
 
-    @property
-    def room(self) -> int | None:
-        """Pages of the leading group that can be had, the stock included, as of the last answer; None before the
-        first."""
-        free, evictable = self.stream.free_pages, self.stream.evictable_pages
-        return free[self._lead] + evictable[self._lead] + self.stock_pages if free else None
+    def room(self, pool: int = 0) -> int | None:
+        """Pages of a pool that can be had, the stock included, as of the last answer; None before the first."""
+        free, evictable, group = self.stream.free_pages, self.stream.evictable_pages, self._pools[pool]
+        return free[group] + evictable[group] + self.stock_pages(pool) if free else None
 
     # -- steps -------------------------------------------------------------------------------------------------------
 

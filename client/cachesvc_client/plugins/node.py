@@ -89,7 +89,8 @@ class Flags:
 
 @dataclass(frozen=True)
 class Share:
-    """Pool that an engine registers: ``layout`` for ``pages`` blocks under the name ``model``. ``devices``: the UUID of
+    """Pools that an engine registers: ``layout`` for ``pages`` blocks under the name ``model``, or where each group has
+    a pool of its own, ``group_pages`` for each. ``devices``: the UUID of
     each rank's GPU; none for the daemon's first devices. ``display_name``: for operators. ``longest_blocks``: of a
     request; 0 where it does not matter. ``parts``: groups of the layout that each of the engine's is; without them,
     each is one."""
@@ -101,15 +102,22 @@ class Share:
     display_name: str = ""
     longest_blocks: int = 0
     parts: tuple[Parts, ...] = ()
+    group_pages: tuple[int, ...] = ()
 
     @property
-    def slab(self) -> str:
-        """A group that lies on the slab, as all of them do."""
-        return self.layout.groups[0].name
+    def slabs(self) -> tuple[str, ...]:
+        """A group of each slab: groups of one pool lie on one. That of markers has none of an engine's tensors."""
+        pools = (pool for pool in self.layout.pools if pool != (self.layout.marker,))
+        return tuple(self.layout.groups[pool[0]].name for pool in pools)
 
     def each(self, pages: int) -> tuple[int, ...]:
         """Pages of the one pool, as said for each group."""
         return (pages,) * len(self.layout.groups)
+
+    @property
+    def device_pages(self) -> tuple[int, ...]:
+        """Pages on the device, by group."""
+        return self.group_pages or self.each(self.pages)
 
 
 def new_instance(engine_id: str) -> str:
@@ -151,7 +159,7 @@ class Node:
         self._lease: Lease | None = None
         self._pool: AttachedPool | None = None
         self._back: Lease | None = None
-        self._address = self._size_bytes = 0
+        self._kept: dict[str, tuple[int, int]] = {}
         self._followed = ("", 0.0)
         self._news = News()
         self._wake = threading.Event()
@@ -214,9 +222,9 @@ class Node:
         return announced_in(self._register(TIMEOUTS.call_s))
 
     def keep_address(self) -> None:
-        """The engine's tensors lie on the slab where it is mapped now: a later slab will be mapped there too."""
-        memory = self.pool.memory(self.share.slab)
-        self._address, self._size_bytes = memory.address, memory.size_bytes
+        """The engine's tensors lie on the slabs where they are mapped now: later slabs will be mapped there too."""
+        memories = {name: self.pool.memory(name) for name in self.share.slabs}
+        self._kept = {name: (memory.address, memory.size_bytes) for name, memory in memories.items()}
 
     def wait_back(self, timeout_s: float) -> bool:
         """Wait until there is a new lease."""
@@ -281,16 +289,22 @@ class Node:
             share.layout,
             tenant_salt=_salt(settings.tenant_salt),
             devices=share.devices,
-            device_pages=share.each(share.pages),
+            device_pages=share.device_pages,
             host_pages=None if settings.host_blocks is None else share.each(settings.host_blocks),
             reserved_pages=RESERVED_PAGES,
             display_name=share.display_name,
             timeout_s=timeout_s,
         )
-        if registration.device_pages != share.each(share.pages):
+        found = registration.device_pages
+        if found[0] != share.device_pages[0]:
             raise ConnectorRefused(
-                f"the daemon's pool of {share.model} has {registration.device_pages[0]} blocks, and this engine has "
-                f"{share.pages}: start it with {self._flags.sized(registration.device_pages[0])}"
+                f"the daemon's pool of {share.model} has {found[0]} blocks, and this engine has "
+                f"{share.device_pages[0]}: start it with {self._flags.sized(found[0])}"
+            )
+        if found != share.device_pages:
+            raise ConnectorRefused(
+                f"the daemon's pools of {share.model} have {found} blocks by group, and this engine has "
+                f"{share.device_pages}: start it with the options that size them for the other engines"
             )
         return registration
 
@@ -305,15 +319,17 @@ class Node:
             )
 
     def _map(self, lease: Lease) -> AttachedPool:
-        """The slab of a new lease, where the tensors are."""
+        """The slabs of a new lease, where the tensors are."""
         pool = lease.attach(self._rank)
         try:
-            memory = pool.memory(self.share.slab)
-            if memory.size_bytes != self._size_bytes or not memory.can_map_over:
-                raise ConnectorRefused(
-                    "the daemon came back with memory that is mapped in another way: start it as before"
-                )
-            memory.map_over(self._address)
+            memories = {name: pool.memory(name) for name in self._kept}
+            for name, memory in memories.items():
+                if memory.size_bytes != self._kept[name][1] or not memory.can_map_over:
+                    raise ConnectorRefused(
+                        "the daemon came back with memory that is mapped in another way: start it as before"
+                    )
+            for name, memory in memories.items():
+                memory.map_over(self._kept[name][0])
         except BaseException:
             pool.close()
             raise
@@ -360,9 +376,8 @@ class Node:
                 lease = client.open_lease(self._register(), instance=self.instance)
             else:
                 lease = client.reconnect()[-1]
-            if lease.registration.device_pages != share.each(share.pages):
-                found = lease.registration.device_pages[0]
-                raise ConnectorRefused(f"the daemon came back with {found} blocks, not {share.pages}")
+            if (found := lease.registration.device_pages) != share.device_pages:
+                raise ConnectorRefused(f"the daemon came back with {found} blocks, not {share.device_pages}")
             self._require_room(lease)
         except (CacheClientError, ConnectorRefused) as error:
             is_news = self._news.is_new(type(error))

@@ -72,7 +72,7 @@ class PageBook:
         self._asking = Asking(self._grants, self._matches, self._drop_idle)
         self._writes: deque[list[Written]] = deque()
         self._written_on: list[RequestPages] = []
-        self._private, self.salt = PrivatePages(), b""
+        self._private, self.salt = PrivatePages(len(self.groups.pools)), b""
         self._way = GivingWay(clock)
         self.held_blocks = 0
         self.drops_last = self.is_adrift = self.is_moving = False
@@ -84,9 +84,14 @@ class PageBook:
 
     def is_beyond(self, request: RequestPages, blocks: int, states: Positions = NO_POSITIONS) -> bool:
         """True where a request of ``blocks`` finds no room before there is a new lease, whatever ends by then."""
-        mine = len(self._private) + sum(each.spare_pages for each in self._requests.values() if each is not request)
-        is_short = self.is_empty and request.missing_pages(request.growth(blocks, states)) > mine
-        return self.is_adrift and (self.is_moving or is_short)
+        growth = request.growth(blocks, states)
+        is_short = any(request.missing_pages(growth, pool) > self._own_pages(request, pool) for pool in request.pools)
+        return self.is_adrift and (self.is_moving or (self.is_empty and is_short))
+
+    def _own_pages(self, request: RequestPages, pool: int) -> int:
+        """Count the pages that no other engine can use, but for ``request``'s."""
+        others = (each.spare_pages(pool) for each in self._requests.values() if each is not request)
+        return self._private.count(pool) + sum(others)
 
     def find(self, request_id: str) -> RequestPages | None:
         """Pages of a request, if it has begun."""
@@ -243,7 +248,7 @@ class PageBook:
         self.held_blocks -= 1
         request.held -= 1
         if self.is_adrift:
-            self._private.add([page])
+            self._private.add([page], table.pool)
         else:
             table.dropped.append(page)
             self.untold.recycle(request, {})
@@ -289,7 +294,8 @@ class PageBook:
             if end <= table.told:
                 continue
             if self.is_adrift:
-                self._private.add(table.drop_pages(max(table.told, request.first_private_of(table)), end))
+                pages = table.drop_pages(max(table.told, request.first_private_of(table)), end)
+                self._private.add(pages, table.pool)
             else:
                 self.untold.recycle(request, table.parts.dead(end))
             table.told = end
@@ -305,13 +311,14 @@ class PageBook:
             if states and request.held:
                 self.move_windows(request)
 
-    def free_blocks(self, pool_blocks: int, request: RequestPages | None) -> int:
-        """Count the blocks that the engine may take, ``request``'s reservation and its untouched hits included."""
-        spare = 0 if request is None else request.spare_pages
+    def free_blocks(self, pool_blocks: int, request: RequestPages | None, pool: int = 0) -> int:
+        """Count the pages of a pool that the engine may take, ``request``'s reservation and its untouched hits
+        included. ``pool_blocks``: all that it has."""
+        spare = 0 if request is None else request.spare_pages(pool)
         if self.is_adrift:
-            return len(self._private) + spare
-        not_held = pool_blocks - self.held_blocks
-        room = self._grants.room
+            return self._private.count(pool) + spare
+        not_held = pool_blocks if pool else pool_blocks - self.held_blocks
+        room = self._grants.room(pool)
         return not_held if room is None else min(not_held, room + spare)
 
     def flush(self, *, is_last: bool = False, may_wait: bool = True, for_waiting: bool = False) -> None:
@@ -380,6 +387,11 @@ class PageBook:
             self._grants.demand.rest()
             self._drop_idle(request if self.is_adrift else None)
 
+    def gives_up(self, request: RequestPages) -> bool:
+        """True now and then for a request with pages that found no room for more, where nothing else of this engine
+        runs: another engine may wait for what it has."""
+        return self._way.is_due(is_idle=self.held_blocks == request.held and not request.is_growing)
+
     def change_keys(self, salt: bytes) -> None:
         """Mix keys with another salt from now on. Requests that have pages go on in them and share nothing further;
         others are matched anew."""
@@ -411,7 +423,7 @@ class PageBook:
         self.untold.clear()
         self._forget_writes()
         self._written_on.clear()
-        self._private = PrivatePages()
+        self._private = PrivatePages(len(self.groups.pools))
         self.is_adrift = self.is_moving = False
 
     def keys(self, hashes: Sequence[bytes], salt: bytes) -> bytes:
@@ -480,10 +492,10 @@ class PageBook:
         self.outbox.wait()
         self._matches.drop()
         self.untold.forget_blocks()
-        self._private.take_stock(self._lease.record.stock)
+        self._private.take_stock(self._lease.record.stock, self.groups.pools)
         for table in (each for request in self._requests.values() for each in request.others):
-            self._private.add(table.take_dropped())
-        log.warning("daemon_gone private_pages=%s", len(self._private))
+            self._private.add(table.take_dropped(), table.pool)
+        log.warning("daemon_gone private_pages=%s", self._private.count())
 
 
 class Asking:
@@ -528,24 +540,29 @@ class Asking:
 
 
 class PrivatePages:
-    def __init__(self) -> None:
-        self._pages: list[int] = []
+    """``pools``: number of those that pages are of."""
 
-    def __len__(self) -> int:
-        return len(self._pages)
+    def __init__(self, pools: int = 1) -> None:
+        self._pages: list[list[int]] = [[] for _ in range(pools)]
 
-    def take_stock(self, stock: Stock | None) -> None:
+    def count(self, pool: int = 0) -> int:
+        return len(self._pages[pool])
+
+    def take_stock(self, stock: Stock | None, leads: Sequence[int]) -> None:
+        """Take all that is in stock. ``leads``: a group of each pool, the first one of those in the layout."""
         for cells in stock.drain() if stock is not None else ():
-            self._pages += cells.pages
+            if cells.group in leads:  # no engine computes markers
+                self._pages[leads.index(cells.group)] += cells.pages
 
     def take_ended(self, ended: Iterable[RequestPages]) -> None:
         """Take the pages of ended requests too."""
         for request in ended:
-            self._pages += request.private_pages()
+            for pool in request.pools:
+                self._pages[pool] += request.private_pages(pool)
 
-    def add(self, pages: Iterable[int]) -> None:
+    def add(self, pages: Iterable[int], pool: int = 0) -> None:
         """Take pages that a request reads no more."""
-        self._pages += pages
+        self._pages[pool] += pages
 
     def lengthen(self, request: RequestPages, blocks: int, states: Positions) -> bool:
         """Make a request's table ``blocks`` long, with pages for ``states``; False where there are too few pages, or
@@ -553,7 +570,7 @@ class PrivatePages:
         if request.rows < request.shared_blocks or (request.lacks_tail and request.has_lent_tail):
             return False
         growth = request.growth(blocks, states)
-        if request.missing_pages(growth) > len(self._pages):
+        if any(request.missing_pages(growth, pool) > self.count(pool) for pool in request.pools):
             return False
         if request.lacks_tail:
             assert request.tail is not None
@@ -563,14 +580,15 @@ class PrivatePages:
         for table in request.others:
             if table.is_state:
                 wanted = growth.positions[table.state_group]
-                table.add([self._take(1)[0] if position in wanted else NO_PAGE for position in new])
+                table.add([self._take(1, table.pool)[0] if position in wanted else NO_PAGE for position in new])
             else:
-                table.add(self._take(len(new) * table.parts.count))
+                table.add(self._take(len(new) * table.parts.count, table.pool))
         return True
 
-    def _take(self, pages: int) -> list[int]:
-        taken = self._pages[:pages]
-        del self._pages[:pages]
+    def _take(self, pages: int, pool: int = 0) -> list[int]:
+        mine = self._pages[pool]
+        taken = mine[:pages]
+        del mine[:pages]
         return taken
 
 

@@ -261,9 +261,13 @@ class RequestPages:
         return self.sequence.tickets + (() if beside is None else beside.tickets)
 
     @property
-    def spare_pages(self) -> int:
-        """Number of pages that the engine has not taken, of all groups."""
-        return len(self.pages) - self.taken + sum(each.spare for each in self.others)
+    def pools(self) -> range:
+        """Pools that its groups draw pages from."""
+        return range(1 + max((each.pool for each in self.others), default=0))
+
+    def spare_pages(self, pool: int = 0) -> int:
+        """Number of pages that the engine has not taken, of all groups of a pool."""
+        return (0 if pool else len(self.pages) - self.taken) + sum(each.spare for each in self._others_of(pool))
 
     @property
     def loaded_blocks(self) -> int:
@@ -323,22 +327,26 @@ class RequestPages:
             positions[group] = sorted(new + [next(others) for _ in range(len(holes) - len(new))])
         return Growth(end, positions)
 
-    def missing_pages(self, growth: Growth) -> int:
-        """Number of pages that it takes to grow so far."""
+    def missing_pages(self, growth: Growth, pool: int = 0) -> int:
+        """Number of pages of a pool that it takes to grow so far."""
         rows = max(0, growth.blocks - self.rows) + self.lacks_tail
         if not self.others:
             return rows * self.lead_parts.count
-        return rows * self.row_pages + sum(map(len, growth.positions.values()))
+        states = (len(growth.positions.get(each.state_group, ())) for each in self._others_of(pool) if each.is_state)
+        return rows * self.row_pages(pool) + sum(states)
 
     def _lacking(self, states: Positions) -> dict[int, list[int]]:
         loaded = self.loaded_blocks
         tables = [each for each in self.others if each.is_state]
         return {each.state_group: each.lacking(states.get(each.state_group, ()), loaded) for each in tables}
 
-    @property
-    def row_pages(self) -> int:
-        """Number of pages that a further block takes, without states."""
-        return self.lead_parts.count + sum(each.parts.count for each in self.others if not each.is_state)
+    def row_pages(self, pool: int = 0) -> int:
+        """Number of pages of a pool that a further block takes, without states."""
+        others = sum(each.parts.count for each in self._others_of(pool) if not each.is_state)
+        return (0 if pool else self.lead_parts.count) + others
+
+    def _others_of(self, pool: int) -> Iterable[GroupTable]:
+        return (each for each in self.others if each.pool == pool)
 
     def take_cells(self) -> None:
         assert self.sequence is not None
@@ -385,11 +393,14 @@ class RequestPages:
         tables = self.sequence.tables
         return [replaced for each in self.others for replaced in each.take_replaced(tables, dead)]
 
-    def private_pages(self) -> list[int]:
-        """Take the pages that only this request ever wrote, and that were neither published nor given back."""
-        tables = ((each.pages, max(self.first_private_of(each), each.told)) for each in self.others)
+    def private_pages(self, pool: int = 0) -> list[int]:
+        """Take the pages of a pool that only this request ever wrote, and that were neither published nor given
+        back."""
+        tables = ((each.pages, max(self.first_private_of(each), each.told)) for each in self._others_of(pool))
         rest = [page for pages, at in tables for page in pages[at:] if page != NO_PAGE]
-        rest += [page for each in self.others for page in each.take_dropped()]
+        rest += [page for each in self._others_of(pool) for page in each.take_dropped()]
+        if pool:
+            return rest
         rest += [] if self.tail is None or self.has_lent_tail else self.tail.pages
         return self.pages[self.first_private * self.lead_parts.count :] + rest
 
@@ -494,11 +505,15 @@ class Growth(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineGroups:
-    """An engine's groups in a layout: ``parts`` of each, those of ``states``, and the leading one, ``lead``."""
+    """An engine's groups in a layout: ``parts`` of each, those of ``states``, and the leading one, ``lead``. ``pools``:
+    a group of the layout for each pool that they draw pages from, the leading group's first; ``pool_of``: the number of
+    each one's there."""
 
     parts: AllParts
     states: frozenset[int]
     lead: int
+    pools: tuple[int, ...]
+    pool_of: tuple[int, ...]
 
     @property
     def lead_parts(self) -> Parts:
@@ -515,7 +530,11 @@ class EngineGroups:
 
     def other_tables(self) -> list[GroupTable]:
         """Empty tables of the groups beside the leading one."""
-        return [GroupTable(each, group in self.states) for group, each in enumerate(self.parts) if group != self.lead]
+        return [
+            GroupTable(each, group in self.states, pool=self.pool_of[group])
+            for group, each in enumerate(self.parts)
+            if group != self.lead
+        ]
 
 
 def engine_groups(layout: Layout, parts: AllParts = ()) -> EngineGroups:
@@ -524,16 +543,19 @@ def engine_groups(layout: Layout, parts: AllParts = ()) -> EngineGroups:
     mine = parts or tuple(each_alone)
     first = [layout.groups[each.groups[0]] for each in mine]
     states = frozenset(group for group, each in enumerate(first) if each.is_state)
-    return EngineGroups(mine, states, next(group for group, each in enumerate(first) if each.is_full))
+    lead = next(group for group, each in enumerate(first) if each.is_full)
+    leads = [layout.pool_leads[each.groups[0]] for each in mine]
+    pools = tuple(dict.fromkeys([leads[lead], *leads]))
+    return EngineGroups(mine, states, lead, pools, tuple(map(pools.index, leads)))
 
 
 @dataclass(slots=True, eq=False)
 class GroupTable:
-    """``parts``: its groups in the layout. ``pages``: by position, NO_PAGE in a hole. The engine has taken cells up to
-    ``taken``, has not freed ``held`` of them, and needs none below ``first``, which was noted up to ``told`` and
-    reported up to ``given_back``. Of a state group: ``unused``: positions whose own pages the engine has not taken;
-    ``states``: pages that it has taken, by position, until they are sealed, freed or not. ``dropped``: pages of states
-    that it took for drafts, and that are to go back by themselves."""
+    """``parts``: its groups in the layout; ``pool``: the number of theirs (``EngineGroups``). ``pages``: by position,
+    NO_PAGE in a hole. The engine has taken cells up to ``taken``, has not freed ``held`` of them, and needs none below
+    ``first``, which was noted up to ``told`` and reported up to ``given_back``. Of a state group: ``unused``: positions
+    whose own pages the engine has not taken; ``states``: pages that it has taken, by position, until they are sealed,
+    freed or not. ``dropped``: pages of states that it took for drafts, and that are to go back by themselves."""
 
     parts: Parts
     is_state: bool
@@ -546,6 +568,7 @@ class GroupTable:
     unused: list[int] = field(default_factory=list)
     states: dict[int, int] = field(default_factory=dict)
     dropped: list[int] = field(default_factory=list)
+    pool: int = 0
 
     @property
     def state_group(self) -> int:

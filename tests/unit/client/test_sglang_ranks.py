@@ -48,7 +48,10 @@ def on_all(act: Callable[[RankGroup], Any]) -> list[Any]:
 
 def test_followers_read_what_the_first_rank_has_decided() -> None:
     first, others = linked()
-    records = [Record(("take", 2, 70), True, 64, 0, {"r1": NewPages(3, [7, 9])}), Record(("room",), None, 32, 0, {})]
+    records = [
+        Record(("take", 2, 70), True, (64, 32), (0, 0), {"r1": NewPages(3, [7, 9], [2, 4])}),
+        Record(("room",), None, (32, 0), (0, 0), {}),
+    ]
     for record in records:
         first.tell(record)
     for other in others:
@@ -57,7 +60,7 @@ def test_followers_read_what_the_first_rank_has_decided() -> None:
 
 def test_a_rank_that_makes_another_call_says_which() -> None:
     first, (one, other) = linked()
-    first.tell(Record(("prompt", "r2", 64, True), True, 0, 0, {}))
+    first.tell(Record(("prompt", "r2", 64, True), True, (0,), (0,), {}))
     with pytest.raises(RanksDiverged, match=r"rank 2 .* called prompt\('r2', 96, True\) where rank 0 called prompt\("):
         other.hear(("prompt", "r2", 96, True))
     assert one.hear(("prompt", "r2", 64, True)).answer is True
@@ -92,7 +95,7 @@ def test_a_rank_that_ends_ends_the_others() -> None:
     first, (one, other) = linked()
     other.close()
     with pytest.raises(RankLost, match="rank 2 of this engine has ended"):
-        first.tell(Record(("room",), None, 0, 0, {}))
+        first.tell(Record(("room",), None, (0,), (0,), {}))
     first.close()
     assert one.hear(("room",)).answer is None  # sent before
     with pytest.raises(RankLost, match="rank 0 of this engine has ended"):
@@ -107,7 +110,7 @@ def test_ranks_start_together_and_are_linked_in_their_order() -> None:
             leader.answer("rank", group.rank)
             return leader.hear(("room",)).answer
         assert first is not None
-        first.tell(Record(("room",), "told", 0, 0, {}))
+        first.tell(Record(("room",), "told", (0,), (0,), {}))
         return first.gather("rank")
 
     assert on_all(start) == [[1, 2], "told", "told"]

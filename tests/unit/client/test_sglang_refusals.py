@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 from cachesvc_sglang.plain import EngineRefused
-from cachesvc_sglang.refusals import require_cache, require_files, require_options, require_pool
+from cachesvc_sglang.refusals import (
+    require_cache,
+    require_files,
+    require_options,
+    require_parts,
+    require_pool,
+    require_window_pool,
+)
 
 
 def options(**given: object) -> Any:
@@ -23,7 +30,8 @@ def context(pool: object) -> Any:
             return pool
 
     params = SimpleNamespace(token_to_kv_pool_allocator=PageAllocator())
-    return SimpleNamespace(params=params, is_hybrid_swa=False, is_hybrid_ssm=False)
+    runner = SimpleNamespace(prefill_aware_swa=False)
+    return SimpleNamespace(params=params, is_hybrid_ssm=False, tp_worker=SimpleNamespace(model_runner=runner))
 
 
 @pytest.mark.parametrize(
@@ -93,6 +101,52 @@ def test_latents_are_served_and_those_with_an_indexer_refused() -> None:
     require_pool(MLATokenToKVPool())
     with pytest.raises(EngineRefused, match="DSATokenToKVPool"):
         require_pool(DSATokenToKVPool())
+
+
+class WindowPoolPart:
+    """A part of SGLang's pool with windows, as the plugin makes it."""
+
+    kv_cache_layout = "nhd"
+    is_quantized_kv_cache = False
+
+
+def window_pool(**given: object) -> Any:
+    """A pool with windows that is served, but for what is given."""
+    parts = {"full_kv_pool": WindowPoolPart(), "swa_kv_pool": WindowPoolPart()}
+    return SimpleNamespace(**{**parts, "full_layer_nums": 2, "post_capture_active": False, **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"full_layer_nums": 0}, "no layer of this model keeps whole sequences"),
+        ({"post_capture_active": True}, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING is set"),
+        ({"swa_kv_pool": DSATokenToKVPool()}, "the KV pool is a DSATokenToKVPool"),
+    ],
+)
+def test_windows_beside_whole_sequences_are_served(given: dict[str, object], reason: str) -> None:
+    require_parts(type("MHATokenToKVPool", (), {}))
+    require_window_pool(window_pool())
+    with pytest.raises(EngineRefused, match=reason):
+        require_window_pool(window_pool(**given))
+
+
+def test_parts_of_a_pool_with_windows_that_are_not_k_and_v_are_refused_with_their_kind() -> None:
+    with pytest.raises(EngineRefused, match="the KV pool has windows, and parts of a MHATokenToKVPoolMXFP8"):
+        require_parts(type("MHATokenToKVPoolMXFP8", (), {}))
+
+
+def test_models_whose_windows_or_states_mean_something_else_are_refused_by_that() -> None:
+    made = context(SimpleNamespace(cachesvc=object()))
+    made.tp_worker.model_runner.prefill_aware_swa = True
+    with pytest.raises(EngineRefused, match="prefill-aware windows"):
+        require_cache(made)
+    made.is_hybrid_ssm = True
+    with pytest.raises(EngineRefused, match="this model keeps recurrent states"):
+        require_cache(made)
+    made.is_hybrid_ssm, made.params.token_to_kv_pool_allocator = False, SimpleNamespace()
+    with pytest.raises(EngineRefused, match="this model's KV cache has a SimpleNamespace: full attention and windows"):
+        require_cache(made)
 
 
 def test_a_pool_of_another_layout_is_refused_with_its_kind() -> None:

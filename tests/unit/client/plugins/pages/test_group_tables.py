@@ -28,7 +28,7 @@ def test_a_request_has_a_table_for_each_group_beside_the_leading_one() -> None:
     request = RequestPages("r", 0, lead=LAYOUT.full_groups[0], others=engine_groups(LAYOUT).other_tables())
     assert [(each.parts.groups, each.is_state) for each in request.others] == [((0,), False), ((2,), True)]
     assert [request.table_of(group).parts.groups for group in (0, 2)] == [(0,), (2,)]
-    assert request.row_pages == 2
+    assert request.row_pages() == 2
     assert request.missing_pages(request.growth(3, {2: [2]})) == 7
 
 
@@ -177,7 +177,7 @@ def test_an_engine_has_two_groups_of_two_parts_each() -> None:
     request = parted(1, [NO_PAGE, 3], [4, 5], [6, 7], [8, 9])
     assert request.pages == [6, 8, 7, 9]
     assert request.table_of(0).pages == [NO_PAGE, 4, 3, 5]
-    assert (request.rows, request.row_pages, request.hit_pages) == (2, 4, 2)
+    assert (request.rows, request.row_pages(), request.hit_pages) == (2, 4, 2)
     assert request.has_pages(2, {})
     assert not request.has_pages(3, {})
     assert request.missing_pages(request.growth(3, {})) == 4
