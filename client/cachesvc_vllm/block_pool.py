@@ -192,8 +192,8 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
         """Blocks that vLLM may count on; page 0 is none."""
         current = self.now.current
         if self.now.counts_own and current is not None:
-            return current.spare_pages()
-        return self.book.free_blocks(self.num_gpu_blocks - 1, current)
+            return current.spare_pages(self.book.groups.main_pool)
+        return self.book.free_blocks(self.num_gpu_blocks - 1, current, self.book.groups.main_pool)
 
     def evict_blocks(self, block_ids: set[int]) -> None:
         """No-op: what vLLM did not compute well was never sealed, and all engines share what is sealed."""

@@ -100,9 +100,6 @@ def _refusals(kv_cache_config: Any) -> Iterable[str]:
         yield f"this model has {len(groups)} KV cache groups, and {MAX_GROUPS} are supported: leave the connector out"
     for spec in groups:
         yield from _of_group(spec)
-    if groups and not any(_retention(layer_specs(spec)[0]) is Retention.FULL for spec in groups):
-        names = ", ".join(sorted({type(spec).__name__ for spec in groups}))
-        yield f"no layer of this model keeps whole sequences ({names}), and one is needed: leave the connector out"
     if groups:
         yield from _of_sizes(groups, kv_cache_config.hash_block_size)
 
@@ -228,7 +225,7 @@ def layers_in_order(kv_cache_config: Any) -> dict[str, int]:
 
 def group_name(kind: CacheGroup, index: int, count: int) -> str:
     """Return the name of vLLM's group ``index`` of ``count`` in the daemon's layout."""
-    return GROUP if count == 1 else f"{kind.retention.value}-{index}"
+    return kind.retention.value if count == 1 else f"{kind.retention.value}-{index}"
 
 
 def place_wider_first(kv_cache_config: Any) -> None:

@@ -26,7 +26,7 @@ AHEAD_DIVISOR = 8
 def blocks_ahead(step_tokens: int, registration: Registration) -> int:
     """Return the number of blocks up to which waiting requests are matched and given pages together."""
     layout = registration.layout
-    row_pages = len(layout.own_groups) - len(layout.state_groups)
+    row_pages = max(1, len(layout.own_groups) - len(layout.state_groups))
     return min(step_tokens // layout.block_tokens, registration.device_pages[0] // (AHEAD_DIVISOR * row_pages))
 
 

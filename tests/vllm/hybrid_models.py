@@ -44,6 +44,14 @@ def _gqa(**values: Any) -> dict[str, Any]:
 LLAMA = HybridModel(_gqa())
 """One group, of whole sequences."""
 
+MISTRAL = HybridModel(
+    _gqa(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=WINDOW_TOKENS),
+    blocks=96,
+    least_blocks=24,
+    options={"max_num_batched_tokens": 256},
+)
+"""One group, of windows: no layer keeps whole sequences."""
+
 GEMMA_3 = HybridModel(
     _gqa(
         architectures=["Gemma3ForCausalLM"],

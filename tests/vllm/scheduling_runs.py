@@ -37,6 +37,9 @@ WHOLE, LONG_STEPS = 0.3, 0.9
 """Part of the prompts of which all may be a hit; of the iterations that take longer than the daemon's answers."""
 
 WINDOWS: dict[str, Any] = {"groups": (WINDOW, WINDOW, FULL), "pages": 160}
+WINDOWS_ALONE: dict[str, Any] = {"groups": (WINDOW,), "pages": 44}
+STATES_ALONE: dict[str, Any] = {"groups": (STATE,), "pages": 44}
+"""No group keeps whole sequences."""
 STATES: dict[str, Any] = {"groups": (STATE, STATE, FULL), "pages": 200}
 SAVED: dict[str, Any] = {"groups": (SAVED_STATE, FULL), "pages": 400}
 SIZES: dict[str, Any] = {"groups": (WINDOW, WINDOW, WIDE_FULL), "pages": 160, "page_bytes": 16 * DIGEST_BYTES}
@@ -425,6 +428,14 @@ RUNS: dict[str, Callable[[str, int], list[Engine]]] = {
     "tight-lookahead": lambda socket, seed: tight(socket, seed, replace(TIGHT, drafts=2, draft_blocks="lookahead")),
     "resets": lambda socket, seed: two(socket, seed, Shape(), resets=0.05),
     "windows": lambda socket, seed: two(socket, seed, Shape(**WINDOWS)),
+    "windows-alone": lambda socket, seed: two(socket, seed, Shape(**WINDOWS_ALONE)),
+    "states-alone": lambda socket, seed: two(socket, seed, Shape(**STATES_ALONE)),
+    "windows-alone-drafts": lambda socket, seed: two(socket, seed, Shape(drafts=3, **WINDOWS_ALONE)),
+    "states-alone-drafts": lambda socket, seed: two(socket, seed, Shape(drafts=3, **{**STATES_ALONE, "pages": 90})),
+    "states-alone-async": lambda socket, seed: two(socket, seed, Shape(is_async=True, **STATES_ALONE)),
+    "tight-windows-alone": lambda socket, seed: tight(socket, seed, replace(TIGHT, **{**WINDOWS_ALONE, "pages": 24})),
+    "deaths-windows-alone": lambda socket, seed: deaths(socket, seed, Shape(stock=2, **WINDOWS_ALONE)),
+    "deaths-states-alone": lambda socket, seed: deaths(socket, seed, Shape(stock=2, **{**STATES_ALONE, "pages": 60})),
     "states": lambda socket, seed: two(socket, seed, Shape(**STATES)),
     "all-kinds": lambda socket, seed: two(socket, seed, Shape(at_a_time=24, **ALL_KINDS)),
     "windows-async": lambda socket, seed: two(socket, seed, Shape(is_async=True, **WINDOWS)),

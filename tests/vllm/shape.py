@@ -72,7 +72,7 @@ class Shape:
     @property
     def layout(self) -> Layout:
         """Layout that its engine registers."""
-        if len(self.groups) == 1:
+        if self.groups == (FULL,):
             return Layout(
                 self.block_tokens, 1, (PlaneGroup(GROUP),), (Plane("kv", 0, GROUP, (self.page_bytes,), "uint8"),)
             )

@@ -15,7 +15,7 @@ from kvcache.v1 import admin_pb2
 
 from tests.e2e.rig import running_node, short_folder
 from tests.long_cases import long
-from tests.vllm.hybrid_models import GEMMA_3, GEMMA_4, GPT_OSS, LLAMA, QWEN_3_NEXT, HybridModel
+from tests.vllm.hybrid_models import GEMMA_3, GEMMA_4, GPT_OSS, LLAMA, MISTRAL, QWEN_3_NEXT, HybridModel
 from tests.vllm.rig import BLOCK_TOKENS, Engine, Fleet, Prompt, check_daemon, engines, random_prompt
 from tests.vllm.scenarios import answer_alike
 from tests.vllm.weights import write_checkpoint
@@ -24,9 +24,10 @@ MODELS = [
     pytest.param(GEMMA_4, id="gemma-4"),
     pytest.param(GPT_OSS, id="gpt-oss"),
     pytest.param(QWEN_3_NEXT, id="qwen3-next"),
+    pytest.param(MISTRAL, id="mistral-v0.1"),
 ]
-KINDS = [pytest.param(GEMMA_3, id="gemma-3"), MODELS[2]]
-"""One model with windows, and one with states."""
+KINDS = [pytest.param(GEMMA_3, id="gemma-3"), *MODELS[2:]]
+"""A model with windows, one with states, and one with windows alone."""
 RANDOM_REQUESTS = 300
 BATCH = 6
 LEAST_SHARE = 0.98

@@ -85,6 +85,20 @@ def test_each_group_holds_what_was_computed(name: str) -> None:
         assert told["failed_loads"] == 0
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("windows-alone", "states-alone-async", long("states-alone"), long("states-alone-drafts")),
+        *(long("windows-alone-drafts"), long("tight-windows-alone")),
+    ],
+)
+def test_engines_that_keep_no_whole_sequence_find_the_last_window_or_state(name: str) -> None:
+    """Markers lead their blocks, which vLLM does not know. Their own pool is never short, so under ``write_back`` a
+    window that leaves the device would be lost."""
+    with running_node(["--write-policy", "write_through"]) as node:
+        assert min(run(name, node, 1)[each] for each in ("whole", "loads")) > 100
+
+
 @pytest.mark.parametrize("name", ["repeated", "repeated-async", "repeated-drafts", "repeated-lookahead"])
 def test_a_prompt_that_comes_again_has_as_many_tokens_as_in_vllm_alone(name: str) -> None:
     with running_node() as node:
@@ -138,7 +152,13 @@ def test_an_engine_whose_daemon_dies_while_requests_are_loaded_goes_on_with_the_
         assert run("die-while-loading", node, 1)["failed_loads"] >= 1
 
 
-@pytest.mark.parametrize("name", ["deaths", long("deaths-async"), "deaths-all-kinds", long("deaths-states-drafts")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("deaths", long("deaths-async"), "deaths-all-kinds", long("deaths-states-drafts")),
+        *("deaths-windows-alone", long("deaths-states-alone")),
+    ],
+)
 def test_requests_end_well_however_often_the_daemon_dies(name: str) -> None:
     with short_folder() as folder, running_node(folder=folder) as node:
         assert run(name, node, 1)["whole"] >= 50

@@ -107,7 +107,8 @@ class Grants:
 
     def grow_some(self, request: RequestPages, blocks: int) -> None:
         """Take blocks of a request from the stock, as far as that goes."""
-        stocked = min(self.stock_pages(pool) // request.row_pages(pool) for pool in request.pools)
+        rows_of = ((self.stock_pages(pool), request.row_pages(pool)) for pool in request.pools)
+        stocked = min(stock // pages for stock, pages in rows_of if pages)
         rows = min(blocks - request.rows, stocked)
         if rows > 0:
             self.grow(request, request.rows + rows, NO_POSITIONS)

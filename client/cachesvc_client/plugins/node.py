@@ -111,13 +111,13 @@ class Share:
         return tuple(self.layout.groups[pool[0]].name for pool in pools)
 
     def each(self, pages: int) -> tuple[int, ...]:
-        """Pages of the one pool, as said for each group."""
-        return (pages,) * len(self.layout.groups)
+        """Pages of the one pool, as said for each group; markers are left out."""
+        return (pages,) * len(self.layout.own_groups)
 
     @property
     def device_pages(self) -> tuple[int, ...]:
         """Pages on the device, by group."""
-        return self.group_pages or self.each(self.pages)
+        return self.layout.fill_pages(self.group_pages or self.each(self.pages))
 
 
 def new_instance(engine_id: str) -> str:

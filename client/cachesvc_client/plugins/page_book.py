@@ -217,6 +217,8 @@ class PageBook:
         self._matches.ahead.pop(request.request_id, None)
         self.held_blocks += cells
         request.held += cells
+        if self.groups.has_markers:
+            request.follow()
 
     def finish(self, request: RequestPages, output_tokens: int) -> None:
         """A request has ended, and the engine frees what it has of it; one that never was admitted has only what was
@@ -274,7 +276,7 @@ class PageBook:
     def distrust(self, pages: Collection[int]) -> None:
         """Steps under way lacked these pages: what they write of requests that the engine has let go of is for none."""
         for each in (each for step in self._writes for each in step):
-            if each.is_over() and not set(pages).isdisjoint(each.request.pages):
+            if each.is_over() and each.request.has_any(set(pages)):
                 each.request.is_foreign = True
 
     def _forget_writes(self) -> None:
@@ -317,7 +319,7 @@ class PageBook:
         spare = 0 if request is None else request.spare_pages(pool)
         if self.is_adrift:
             return self._private.count(pool) + spare
-        not_held = pool_blocks if pool else pool_blocks - self.held_blocks
+        not_held = pool_blocks - self.held_blocks if pool == self.groups.main_pool else pool_blocks
         room = self._grants.room(pool)
         return not_held if room is None else min(not_held, room + spare)
 

@@ -260,6 +260,14 @@ class RequestPages:
         beside = self.tail.sequence if self.tail is not None and self.has_lent_tail else None
         return self.sequence.tickets + (() if beside is None else beside.tickets)
 
+    def follow(self) -> None:
+        """The engine knows no leading group: count as taken there what it has taken in all others."""
+        self.taken = min(each.taken // each.parts.count for each in self.others)
+
+    def has_any(self, pages: set[int]) -> bool:
+        """True where one of these pages is in a table."""
+        return any(not pages.isdisjoint(table) for table in (self.pages, *(each.pages for each in self.others)))
+
     @property
     def pools(self) -> range:
         """Pools that its groups draw pages from."""
@@ -507,13 +515,19 @@ class Growth(NamedTuple):
 class EngineGroups:
     """An engine's groups in a layout: ``parts`` of each, those of ``states``, and the leading one, ``lead``. ``pools``:
     a group of the layout for each pool that they draw pages from, the leading group's first; ``pool_of``: the number of
-    each one's there."""
+    each one's there. ``has_markers``: the engine keeps no whole sequence, so markers lead, which it does not know."""
 
     parts: AllParts
     states: frozenset[int]
     lead: int
     pools: tuple[int, ...]
     pool_of: tuple[int, ...]
+    has_markers: bool = False
+
+    @property
+    def main_pool(self) -> int:
+        """The pool in which the engine counts what it holds."""
+        return int(self.has_markers)
 
     @property
     def lead_parts(self) -> Parts:
@@ -538,15 +552,16 @@ class EngineGroups:
 
 
 def engine_groups(layout: Layout, parts: AllParts = ()) -> EngineGroups:
-    """Return an engine's groups. Without ``parts`` each of the layout's is one."""
-    each_alone = [Parts((group,)) for group in range(len(layout.own_groups)) if group != layout.marker]
-    mine = parts or tuple(each_alone)
+    """Return an engine's groups. Without ``parts`` each of the layout's is one. A layout's markers come last."""
+    mine = parts or tuple(Parts((group,)) for group in range(len(layout.own_groups)))
+    if layout.marker is not None:
+        mine = (*mine, Parts((layout.marker,)))
     first = [layout.groups[each.groups[0]] for each in mine]
     states = frozenset(group for group, each in enumerate(first) if each.is_state)
     lead = next(group for group, each in enumerate(first) if each.is_full)
     leads = [layout.pool_leads[each.groups[0]] for each in mine]
     pools = tuple(dict.fromkeys([leads[lead], *leads]))
-    return EngineGroups(mine, states, lead, pools, tuple(map(pools.index, leads)))
+    return EngineGroups(mine, states, lead, pools, tuple(map(pools.index, leads)), layout.marker is not None)
 
 
 @dataclass(slots=True, eq=False)

@@ -132,8 +132,6 @@ def test_a_pool_in_which_the_longest_request_could_not_move_its_drafts_states_is
 @pytest.mark.parametrize(
     ("specs", "words"),
     [
-        ([SlidingWindowSpec()], "no layer of this model keeps whole sequences .SlidingWindowSpec."),
-        ([MambaSpec(), SlidingWindowSpec()], "MambaSpec, SlidingWindowSpec"),
         ([FullAttentionSpec()] * 129, "129 KV cache groups, and 128 are supported"),
         ([FullAttentionSpec(), CircularBufferSpec()], "groups of CircularBufferSpec are not supported; Full"),
         ([FullAttentionSpec(), MambaSpec(mamba_cache_mode="all")], "--mamba-cache-mode all cannot be shared"),
