@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -76,7 +77,7 @@ def test_engines_that_want_more_than_there_is_retract_and_answer_alike(
     """Prompts and answers of two engines on a pool of 24 blocks of windows, of which each of the 16 wants 3."""
     requests = [random_prompt(300 + each, 2.5, new=120) for each in range(16)]
     expected = [answer.said for answer in alone.ask(*requests)]
-    options = {"schedule_conservativeness": 0.05, "disable_overlap_schedule": not is_overlapping}
+    options: dict[str, Any] = {"schedule_conservativeness": 0.05, "disable_overlap_schedule": not is_overlapping}
     with running_node() as node:
         with engines(*(windows.engine(node.socket, 48, **options) for _ in range(2))) as two:
             for engine, mine in zip(two, (requests[:8], requests[8:]), strict=True):
