@@ -148,3 +148,17 @@ def test_two_ranks_have_the_same_windows(windows: WindowsFleet) -> None:
                 assert [each.said for each in answers] == expected
                 assert answers[0].cached == cached
         check_daemon(node.socket)
+
+
+def test_two_prompts_in_chunks_of_which_the_pools_hold_one_are_both_answered(
+    windows: WindowsFleet, alone: Engine
+) -> None:
+    """Each engine has some of what the other one waits for, and one of them begins anew."""
+    larger = [random_prompt(600 + each, 30.5) for each in range(4)]
+    expected = [alone.ask(each)[0].said for each in larger]
+    with running_node() as node:
+        with engines(*(windows.engine(node.socket, 40) for _ in range(2))) as two:
+            for engine, mine in zip(two, (larger[:2], larger[2:]), strict=True):
+                engine.send(*mine)
+            assert [answer.said for engine in two for answer in engine.collect()] == expected
+        check_daemon(node.socket)
