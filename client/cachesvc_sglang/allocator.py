@@ -61,12 +61,13 @@ class DaemonBudget(ReservingBudget):
 
 
 class WindowBudget(ReservingBudget, SWAPrefillBudget):  # type: ignore[misc]
-    """A request that is admitted has the pages of its first chunk, and of each further one when that is its turn. A
-    request whose next chunk has none waits, and none is admitted beside it: SGLang would count a chunk of it."""
+    """A request that is admitted has the pages of its first chunk, and of each further one when that is its turn. None
+    is admitted beside a request whose chunk waits for pages, nor behind one that has more chunks: SGLang would count a
+    chunk of the first, and ends at a second request in chunks, for which a shorter chunk would leave room."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._has_waiting_chunk = False
+        self._is_closed = False
 
     @property
     def remaining_swa(self) -> int:
@@ -75,7 +76,12 @@ class WindowBudget(ReservingBudget, SWAPrefillBudget):  # type: ignore[misc]
 
     def check_prefill(self, **wanted: Any) -> tuple[bool, int | None]:
         """Return whether the request that SGLang looks at has the pages of its first chunk, and the limit of that."""
-        return (False, None) if self._has_waiting_chunk else super().check_prefill(**wanted)
+        if self._is_closed:
+            return False, None
+        is_admitted, limit = super().check_prefill(**wanted)
+        tokens = self.ceil_paged_tokens(wanted["extend_input_len"])
+        self._is_closed = is_admitted and limit is not None and tokens > limit
+        return is_admitted, limit
 
     def available_chunk_tokens(self, chunk_limit: int) -> int | None:
         """Tokens of a request's next chunk: as many as fit. None where none do."""
@@ -84,14 +90,14 @@ class WindowBudget(ReservingBudget, SWAPrefillBudget):  # type: ignore[misc]
             self.tree_cache.ask_room()
             found = super().available_chunk_tokens(chunk_limit)
         if found is None:
-            self._has_waiting_chunk = True
+            self._is_closed = True
             self.tree_cache.reserve(1, fits=False)
         return found
 
     def fit_chunk(self, *, extend_input_len: int, chunk_limit: int, **_: Any) -> int | None:
         """Give the chunk its pages: its limit; None where there is no room now."""
         has_pages = self.tree_cache.reserve(min(extend_input_len, chunk_limit), fits=True)
-        self._has_waiting_chunk = not has_pages
+        self._is_closed = not has_pages or extend_input_len > chunk_limit
         return chunk_limit if has_pages else None
 
     def _first_tokens(self, extend_input_len: int, chunk_limit: int | None) -> int:

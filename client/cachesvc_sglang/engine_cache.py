@@ -203,7 +203,7 @@ POOL = "kv"
 
 class CacheMetrics:
     """``collector``: SGLang's of radix caches, whose labels these have. ``block_tokens`` and ``block_bytes``: of a
-    block in the KV pool. Used from SGLang's scheduler thread."""
+    block in the pool of whole sequences. Used from SGLang's scheduler thread."""
 
     def __init__(self, collector: Any, block_tokens: int, block_bytes: int) -> None:
         from prometheus_client import Counter, Gauge  # once SGLang has chosen the folder of its processes' values

@@ -41,7 +41,7 @@ class PageCache(EngineCache):
         params, allocator = context.params, self.token_to_kv_pool_allocator
         pool = allocator.get_kvcache()
         registration = self.node.lease.registration
-        step_tokens = params.chunked_prefill_size or self.total_size()
+        step_tokens = max(params.chunked_prefill_size or 0, 0) or self.total_size()
         self._chunk_blocks = step_tokens // self.page_size if self.supports_swa() else self._pool_blocks[0]
         ahead = min(step_tokens // self.page_size, min(self._pool_blocks) // AHEAD_DIVISOR)
         self._book = PageBook(self.node.lease, self._settings.stock_blocks, ahead)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,16 @@ class WindowsFleet:
         write_checkpoint(folder, WINDOWS, seed=5)
         self._fleet = SglangFleet(folder, forker())
 
-    def engine(self, socket_path: str | None, blocks: int = 256, *, window_part: float = 0.5, **options: Any) -> Engine:
+    def engine(
+        self,
+        socket_path: str | None,
+        blocks: int,
+        *,
+        window_part: float = 0.5,
+        variables: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> Engine:
         """An engine that starts, as of ``SglangFleet``. ``window_part``: blocks of the pool of windows, as a part of
         the other one's."""
         given = {"attention_backend": "triton", "swa_full_tokens_ratio": window_part, **options}
-        return self._fleet.engine(socket_path, blocks, options=given)
+        return self._fleet.engine(socket_path, blocks, options=given, variables=variables)

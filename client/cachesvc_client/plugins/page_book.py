@@ -173,9 +173,7 @@ class PageBook:
         """Make the request's table ``blocks`` long, with pages for ``states``; False where there is no room now, or the
         daemon's answer is on its way."""
         if not self.is_with_daemon() and not self.is_moving:
-            self.untold.settle()
-            self._private.take_ended(self.untold.ready.ended)
-            self.untold.clear()
+            self._take_ended()
             return self._private.lengthen(request, blocks, states)
         if self.is_moving or request.sequence is None:
             return False
@@ -378,9 +376,12 @@ class PageBook:
             self._grants.top_up(self._running, are_waiting=self._matches.are_waiting)
 
     def ask_room(self) -> None:
-        """Have the daemon say anew what is free: the engine found it too little, and others may have ended since."""
+        """Have the daemon say anew what is free: the engine found it too little, and others may have ended since.
+        Without the daemon, count what this engine's own ended requests had."""
         if self.is_with_daemon():
             self._grants.look_room()
+        elif not self.is_moving:
+            self._take_ended()
 
     def give_way(self, request: RequestPages) -> None:
         """A request found no room. Where nothing of this engine runs, give back now and then what waiting requests got:
@@ -484,6 +485,12 @@ class PageBook:
         return bool(idle)
 
     # -- without it --------------------------------------------------------------------------------------------------
+
+    def _take_ended(self) -> None:
+        """Use the pages of ended requests anew: this engine's kernels run one after another."""
+        self.untold.settle()
+        self._private.take_ended(self.untold.ready.ended)
+        self.untold.clear()
 
     def _go_adrift(self) -> None:
         """Detach from a lost daemon: requests keep their pages, and new ones get pages that no other engine can use.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -132,6 +133,39 @@ def test_without_the_daemon_a_request_grows_by_pages_that_no_other_engine_knows(
     assert private.lengthen(request, 2, {2: [1]})
     assert request.pages == [1, 2]
     assert [each.pages for each in request.others] == [[3, 4], [NO_PAGE, 5]]
+
+
+APART = Layout(
+    4, 1, (PlaneGroup("f"), PlaneGroup("w", 8)), tuple(Plane("kv", 0, group, (64,), "uint8") for group in "fw")
+)
+"""Groups of which each has a pool of its own."""
+
+
+def apart(*pages: int) -> RequestPages:
+    return RequestPages("r", 0, others=engine_groups(APART).other_tables(), pages=[*pages])
+
+
+def test_pages_are_counted_by_the_pool_that_they_are_of() -> None:
+    assert (engine_groups(LAYOUT).pools, engine_groups(APART).pools) == ((0,), (0, 1))
+    request = apart(1, 2, 3)
+    request.others[0].pages, request.others[0].taken, request.taken = [NO_PAGE, 4, 5], 2, 2
+    assert [request.spare_pages(pool) for pool in request.pools] == [1, 1]
+    assert [request.missing_pages(request.growth(5, {}), pool) for pool in request.pools] == [2, 2]
+    assert [request.row_pages(pool) for pool in request.pools] == [1, 1]
+    assert [request.private_pages(pool) for pool in request.pools] == [[1, 2, 3], [4, 5]]
+    request.others[0].told = 2
+    assert [request.private_pages(pool) for pool in request.pools] == [[1, 2, 3], [5]]
+
+
+def test_without_the_daemon_a_pool_that_is_short_keeps_a_request_from_growing() -> None:
+    request, private = apart(), PrivatePages(2)
+    private.add([1, 2, 3])
+    private.add([7], pool=1)
+    assert not private.lengthen(request, 2, {})
+    private.take_ended([apart(), replace(apart(4), others=[replace(request.others[0], pages=[8])])])
+    assert [private.count(pool) for pool in (0, 1)] == [4, 2]
+    assert private.lengthen(request, 2, {})
+    assert (request.pages, request.others[0].pages) == ([1, 2], [7, 8])
 
 
 def test_a_loaded_request_waits_with_the_pages_of_a_step_where_windows_give_back_the_rest() -> None:
