@@ -120,7 +120,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         """The workers' memory is the daemon's: block ids are its pages from here on. Nothing said, or by a sibling
-        under a MultiConnector alone: it is vLLM's own."""
+        under a MultiConnector alone: it is vLLM's own. By rank: the first one speaks for all."""
         told = metadata.get(0)
         if not isinstance(told, WorkerShare):
             return
@@ -143,13 +143,17 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 drafts=drafts,
                 publisher=publisher,
                 lora_config=config.lora_config,
-                ranks=config.parallel_config.tensor_parallel_size,
+                ranks=config.parallel_config.tensor_parallel_size * config.parallel_config.pipeline_parallel_size,
                 replaced=told.replaced,
             )
         except BaseException:
             node.close()
             raise
         self._scheduler.bind(self._kv_cache_manager)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """Do ``set_xfer_handshake_metadata``, with the stage of a pipeline before the rank in it: what vLLM calls."""
+        self.set_xfer_handshake_metadata({0: metadata.get((0, 0))})
 
     def on_new_request(self, request: Any) -> None:
         if self._scheduler is not None:
