@@ -208,7 +208,8 @@ class Engine:
             steps.append(self._schedule())
             if self._rng.random() < 0.5:
                 self._run(len(steps))
-            if self.shape.is_async and len(steps) < 2 and steps[0].said.total_num_scheduled_tokens:
+            is_last = not (steps[-1].said.total_num_scheduled_tokens or self.scheduler.has_requests())
+            if len(steps) < self.shape.steps_under_way and not is_last:
                 return
         self._run(1)
         step = steps.popleft()

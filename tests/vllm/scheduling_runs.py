@@ -418,6 +418,21 @@ def tell(what: str) -> None:
 RUNS: dict[str, Callable[[str, int], list[Engine]]] = {
     "plain": lambda socket, seed: two(socket, seed, Shape()),
     "async": lambda socket, seed: two(socket, seed, Shape(is_async=True)),
+    "stages": lambda socket, seed: two(socket, seed, Shape(stages=3)),
+    "stages-async": lambda socket, seed: two(socket, seed, Shape(stages=3, is_async=True)),
+    "stages-all-kinds": lambda socket, seed: two(
+        socket, seed, Shape(stages=2, is_async=True, at_a_time=24, **ALL_KINDS)
+    ),
+    "stages-windows": lambda socket, seed: two(socket, seed, Shape(stages=3, **WINDOWS)),
+    "tight-stages": lambda socket, seed: tight(socket, seed, replace(TIGHT, stages=2)),
+    "together-stages": lambda socket, seed: together(socket, seed, Shape(pages=200, stages=2)),
+    "aborted-stages": lambda socket, seed: aborted(socket, seed, Shape(stages=2)),
+    "adapters-stages": lambda socket, seed: adapters(socket, seed, Shape(stages=2)),
+    "resets-stages": lambda socket, seed: two(socket, seed, Shape(stages=3, is_async=True), resets=0.05),
+    "stopped-stages": lambda socket, seed: stopped_for_good(socket, seed, Shape(stages=2)),
+    "deaths-stages": lambda socket, seed: deaths(socket, seed, Shape(stock=2, stages=2)),
+    "deaths-stages-async": lambda socket, seed: deaths(socket, seed, Shape(stock=2, stages=2, is_async=True)),
+    "repeated-stages": lambda socket, seed: repeated(socket, seed, Shape(stages=2, is_async=True, **SAVED)),
     "drafts": lambda socket, seed: two(socket, seed, Shape(drafts=3)),
     "lookahead": lambda socket, seed: two(socket, seed, Shape(drafts=3, draft_blocks="lookahead")),
     "late": lambda socket, seed: two(socket, seed, Shape(**LATE)),
