@@ -83,7 +83,8 @@ class Engine:
         )
         share = Share("m", shape.layout, shape.pages, longest_blocks=LONGEST // shape.block_tokens, parts=shape.parts)
         instance = new_instance(name)
-        self.worker = Worker(Node(settings, instance, share, flags=FLAGS, attaches=True), shape.page_bytes)
+        node = Node(settings, instance, share, flags=FLAGS, attaches=True)
+        self.worker = Worker(node, shape.page_bytes, shape.stages)
         self.scheduler = make_scheduler(name, settings, shape, LONGEST)
         self.connector = self.scheduler.connector
         self.connector.set_xfer_handshake_metadata({0: WorkerShare(share, self.worker.comes_back, instance)})

@@ -232,7 +232,7 @@ def adapters(socket: str, seed: int, shape: Shape) -> list[Engine]:
     while len(one.answers[running]) < 10:
         one.step()
     before = len(prompts[1]) + len(one.answers[running])
-    one.load_adapter(first, 12, is_noticed=not shape.is_async)
+    one.load_adapter(first, 12, is_noticed=shape.steps_under_way == 1)
     run_out(one)
     whole = prompts[1] + one.answers[running]
     for content, prompt, least, most in (

@@ -179,12 +179,13 @@ def test_random_requests_find_and_say_what_they_do_alone(model: HybridModel, cou
         check_daemon(node.socket)
 
 
-@pytest.mark.parametrize("count", [long(6)])
-def test_ranks_load_all_groups_together(count: int, tmp_path: Path) -> None:
-    """Ranks have different weights, and the second engine finds what the first one left, in place or on the host."""
+@pytest.mark.parametrize(("of", "count"), [long("tensor", 6), long("pipeline", 6)])
+def test_ranks_load_all_groups_together(of: str, count: int, tmp_path: Path) -> None:
+    """Ranks have different weights, and the second engine finds what the first one left, in place or on the host. A
+    stage has layers of three groups, and the other one those of the other three."""
     GEMMA_3.fleet(tmp_path)
     write_checkpoint(tmp_path, GEMMA_3.config, seed=1)
-    fleet, prompts, options = Fleet(tmp_path, "auto"), prompts_of(GEMMA_3, count, new=8), {"tensor_parallel_size": 2}
+    fleet, prompts, options = Fleet(tmp_path, "auto"), prompts_of(GEMMA_3, count, new=8), {f"{of}_parallel_size": 2}
 
     def two_ranks(socket: str | None, blocks: int) -> Engine:
         extra = {"host_blocks": 800, "verify_steps": 10}
