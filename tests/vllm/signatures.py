@@ -105,7 +105,10 @@ TEXTS = {
         "max_tp_shards:",
     ),
     "config/parallel.py": ("def nnodes_within_dp(",),
-    "distributed/parallel_state.py": ("def get_tp_group(", "self.cpu_group", "self.rank_in_group", "self.world_size"),
+    "distributed/parallel_state.py": (
+        *("def get_tp_group(", "def get_pp_group("),
+        *("self.cpu_group", "self.rank_in_group", "self.world_size"),
+    ),
     "lora/request.py": ("lora_int_id:", "lora_path:", "lora_name:"),
     "lora/worker_manager.py": (
         "def _load_adapter(self, lora_request: LoRARequest) -> LoRAModel:",
@@ -146,6 +149,7 @@ IN_ORDER = {
     "v1/engine/core.py": (
         "self._initialize_kv_caches(",
         "self._set_kv_connector_handshake_metadata()|self.model_executor.get_kv_connector_handshake_metadata()",
+        "kv_connector.set_xfer_handshake_metadata_pp_aware(content)",
         "self.batch_queue_size",
     ),
     "v1/core/sched/scheduler.py": (

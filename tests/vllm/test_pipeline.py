@@ -120,14 +120,15 @@ def test_random_requests_over_two_engines_one_of_which_is_killed(
 def test_a_wrong_page_of_either_stage_shows(saved: Fleet, uncached: Engine, stage: int) -> None:
     prompt = random_prompt(1, 20.5)
     expected = uncached.ask(prompt)[0].said
-    with running_node(["--shm-devices", "2"]) as node:
-        options = {"is_split": True, "options": STAGES}
-        with engines(saved.engine(node.socket, DEVICE_BLOCKS, **options)) as (engine,):
-            assert [engine.ask(prompt)[0].said for _ in range(2)] == [expected] * 2
-            engine.plant_wrong_pages(stage)
-            (answer,) = engine.ask(prompt)
-            assert answer.cached == 20 * BLOCK_TOKENS
-            assert answer.said != expected
+    with (
+        running_node(["--shm-devices", "2"]) as node,
+        engines(saved.engine(node.socket, DEVICE_BLOCKS, is_split=True, options=STAGES)) as (engine,),
+    ):
+        assert [engine.ask(prompt)[0].said for _ in range(2)] == [expected] * 2
+        engine.plant_wrong_pages(stage)
+        (answer,) = engine.ask(prompt)
+        assert answer.cached == 20 * BLOCK_TOKENS
+        assert answer.said != expected
 
 
 def test_what_did_not_come_to_one_stage_is_computed_by_all(saved: Fleet, uncached: Engine) -> None:
