@@ -108,11 +108,12 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_handshake_metadata(self) -> WorkerShare | None:
         """Share of this worker, for the scheduler: whether, and as what, the memory is the daemon's. Asked once, when
-        the worker has warmed up and before any request: later hooks come when the first request's table is written."""
+        the worker has warmed up and before any request: later hooks come when the first request's table is written.
+        Later stages of a pipeline say nothing: connectors beside ours may refuse what they say."""
         assert self._worker is not None
         self._worker.end_warm_up()
         worker = self._worker
-        if worker.share is None:
+        if worker.share is None or not worker.is_first_stage:
             return None
         return WorkerShare(worker.share, worker.comes_back, worker.instance, worker.replaced)
 
@@ -120,7 +121,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         """The workers' memory is the daemon's: block ids are its pages from here on. Nothing said, or by a sibling
-        under a MultiConnector alone: it is vLLM's own. By rank: the first one speaks for all."""
+        under a MultiConnector alone: it is vLLM's own."""
         told = metadata.get(0)
         if not isinstance(told, WorkerShare):
             return
@@ -150,10 +151,6 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             node.close()
             raise
         self._scheduler.bind(self._kv_cache_manager)
-
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """Do ``set_xfer_handshake_metadata``, with the stage of a pipeline before the rank in it: what vLLM calls."""
-        self.set_xfer_handshake_metadata({0: metadata.get((0, 0))})
 
     def on_new_request(self, request: Any) -> None:
         if self._scheduler is not None:

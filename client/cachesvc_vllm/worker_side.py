@@ -73,8 +73,8 @@ class RankReport(NamedTuple):
 class WorkerSide:
     """Made in each worker process, before its KV memory is. ``share``: what is the daemon's, once it is;
     ``comes_back``: after a loss it can go on with the next daemon; ``instance``: of this start of the engine, all of
-    whose ranks have the same; ``replaced``: see ``WorkerShare``. ``adapters``: those that are loaded; None: the engine
-    takes none."""
+    whose ranks have the same; ``replaced``: see ``WorkerShare``. ``is_first_stage``: of a pipeline. ``adapters``: those
+    that are loaded; None: the engine takes none."""
 
     adapters: LoadedAdapters | None = None
 
@@ -103,6 +103,7 @@ class WorkerSide:
         self._waits = LayerWaits(lambda: self._pool, torch.cuda.current_stream)
         self._drafts = has_late_kernels(vllm_config)
         self._told: WorkerLease | None = None
+        self.is_first_stage = bool(get_pp_group().is_first_rank)
         self._tells_blocks = len(kv_cache_config.kv_cache_groups) == 1
         if vllm_config.lora_config is not None:
             self.adapters = LoadedAdapters(_rank())

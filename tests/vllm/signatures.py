@@ -107,7 +107,7 @@ TEXTS = {
     "config/parallel.py": ("def nnodes_within_dp(",),
     "distributed/parallel_state.py": (
         *("def get_tp_group(", "def get_pp_group("),
-        *("self.cpu_group", "self.rank_in_group", "self.world_size"),
+        *("self.cpu_group", "self.rank_in_group", "self.world_size", "def is_first_rank("),
     ),
     "lora/request.py": ("lora_int_id:", "lora_path:", "lora_name:"),
     "lora/worker_manager.py": (
@@ -149,7 +149,6 @@ IN_ORDER = {
     "v1/engine/core.py": (
         "self._initialize_kv_caches(",
         "self._set_kv_connector_handshake_metadata()|self.model_executor.get_kv_connector_handshake_metadata()",
-        "kv_connector.set_xfer_handshake_metadata_pp_aware(content)",
         "self.batch_queue_size",
     ),
     "v1/core/sched/scheduler.py": (
