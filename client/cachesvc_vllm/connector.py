@@ -121,9 +121,9 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         """The workers' memory is the daemon's: block ids are its pages from here on. Nothing said, or by a sibling
-        under a MultiConnector alone: it is vLLM's own."""
+        under a MultiConnector alone: it is vLLM's own. vLLM 0.33 says it again whenever it wakes: no-op then."""
         told = metadata.get(0)
-        if not isinstance(told, WorkerShare):
+        if self._scheduler is not None or not isinstance(told, WorkerShare):
             return
         assert self._kv_cache_manager is not None
         node = Node(self._settings, told.instance, told.share, attaches=False, flags=FLAGS)

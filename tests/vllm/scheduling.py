@@ -62,8 +62,8 @@ class Model:
 
 
 class Engine:
-    """``answers``: by request, as far as they have come. ``told``: by request, its last words for
-    a router. ``hits``: tokens that were there when it was first scheduled.
+    """``share``: what its worker says at the start. ``answers``: by request, as far as they have come. ``told``: by
+    request, its last words for a router. ``hits``: tokens that were there when it was first scheduled.
     ``loads``, and the ``failed_loads`` of these, have ended; ``early``: those that a step waited for.
     ``copies``: pages that were copied within the device. ``asks_layers``: how likely layers ask for early loads.
     ``interrupt``: called once when a request is about to be computed that has something behind it; from then on tokens
@@ -87,7 +87,8 @@ class Engine:
         self.worker = Worker(node, shape.page_bytes, shape.stages)
         self.scheduler = make_scheduler(name, settings, shape, LONGEST)
         self.connector = self.scheduler.connector
-        self.connector.set_xfer_handshake_metadata({0: WorkerShare(share, self.worker.comes_back, instance)})
+        self.share = WorkerShare(share, self.worker.comes_back, instance)
+        self.connector.set_xfer_handshake_metadata({0: self.share})
         loading = self.connector._scheduler._loading  # noqa: SLF001 - as of blocks that are larger
         loading._block_bytes *= SHORT_LOAD_BYTES // (SHORT_LOAD_BLOCKS * max(1, loading._block_bytes))  # noqa: SLF001
         self.stats, self._tell_stats = CacheStats(), self.connector.get_kv_connector_stats

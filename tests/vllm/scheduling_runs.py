@@ -200,9 +200,11 @@ def stopped_for_good(socket: str, seed: int, shape: Shape) -> list[Engine]:
 
 def sibling(socket: str, seed: int) -> list[Engine]:
     """Another connector of a MultiConnector could not load a block of a request that runs: vLLM computes it again. What
-    it says at the start is not taken for a worker's word, and its loads are not counted as ours."""
+    it says at the start is not taken for a worker's word, and its loads are not counted as ours. vLLM repeats what our
+    worker said when it wakes, and that changes nothing."""
     engine, rng = Engine("e0", socket, seed, Shape()), random.Random(seed)
-    engine.connector.set_xfer_handshake_metadata({0: KVConnectorHandshakeMetadata()})
+    for told in (KVConnectorHandshakeMetadata(), engine.share):
+        engine.connector.set_xfer_handshake_metadata({0: told})
     name = engine.add([rng.randrange(VOCABULARY) for _ in range(40)], 20)
     while not engine.answers[name]:
         engine.step()
