@@ -162,6 +162,7 @@ class Engine:
         """Statistics of the connector, which vLLM asks for in each iteration; ``stats`` has the sum."""
         told: CacheStats | None = self._tell_stats()
         if told is not None:
+            assert told.data["failed_loads"] <= told.data["loads"], "vLLM counts those that came, and no less than none"
             self.stats.aggregate(told)
         return told
 
