@@ -9,7 +9,7 @@ have the least common multiple of all: vLLM's hits end there too.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -156,6 +156,12 @@ def _of_state(layer: Any) -> Iterable[str]:
 #     group 1    | layer 1 [ block 0 | block 1 | ... ] | layer 4 [ block 0 | block 1 | ... ] |
 #
 # So all groups share one pool of pages. A group with smaller blocks than others is several in the layout (``Parts``).
+#
+# Stages of a pipeline have layers of their own: plane i of a rank's slab is layer i of its stage. All slabs have as
+# many planes as the stage with most layers needs. On other stages the last ones stay unused, behind what vLLM uses:
+#
+#     stage 0    | layer 0 | layer 1 | layer 2 |
+#     stage 1    | layer 3 | layer 4 | unused  |
 
 GROUP = "full"
 """Name of the group of a model that has one."""
@@ -163,29 +169,56 @@ GROUP = "full"
 POOL = "kv"
 
 
-def slab_layout(kv_cache_config: Any, ranks: int = 1) -> Layout:
-    """The layout for a ``KVCacheConfig``, which each of ``ranks`` has. Raises ConnectorRefused where no layout has the
-    same bytes."""
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Places of one rank's layers. ``starts``: of each group's, in order, the first byte of block 0 and the bytes from
+    block to block. ``block_bytes``: of all layers."""
+
+    starts: tuple[tuple[tuple[int, int], ...], ...]
+    block_bytes: int
+
+    @property
+    def is_row(self) -> bool:
+        """True where a block has all layers' bytes in a row."""
+        return all(stride == self.block_bytes and start < stride for places in self.starts for start, stride in places)
+
+
+def placement_of(kv_cache_config: Any) -> Placement:
+    tensors = kv_cache_config.kv_cache_tensors
+    starts = (_starts(kv_cache_config, group) for group in kv_cache_config.kv_cache_groups)
+    return Placement(tuple(starts), tensors[0].size // kv_cache_config.num_blocks if tensors else 0)
+
+
+def slab_layout(kv_cache_config: Any, ranks: int = 1, stages: Sequence[Placement] = ()) -> Layout:
+    """The layout for a ``KVCacheConfig``, which each of ``ranks`` has. ``stages``: of a pipeline, this rank's among
+    them; none: there is one. Raises ConnectorRefused where no layout has the same bytes."""
     tensors = kv_cache_config.kv_cache_tensors
     if not tensors:
-        raise ConnectorRefused("this model has no KV cache; leave the connector out")
+        raise ConnectorRefused("this model, or a stage of its pipeline, has no KV cache; leave the connector out")
     if any(tensor.host_resident for tensor in tensors):
         raise ConnectorRefused("KV tensors in host memory are not supported; leave the connector out for this model")
-    kinds = cache_groups(kv_cache_config)
-    starts = [_starts(kv_cache_config, group) for group in kv_cache_config.kv_cache_groups]
+    kinds, mine = cache_groups(kv_cache_config), placement_of(kv_cache_config)
+    stages = stages or (mine,)
     pages, size = kv_cache_config.num_blocks, tensors[0].size
-    is_row = all(stride == size // pages and start < stride for places in starts for start, stride in places)
+    is_row = all(each.is_row for each in stages)
+    if is_row and len({each.block_bytes for each in stages}) > 1:
+        raise ConnectorRefused(
+            f"stages of the pipeline have {', '.join(str(each.block_bytes) for each in stages)} bytes a block, which "
+            "lie in a row: give all stages as many layers (VLLM_PP_LAYER_PARTITION)"
+        )
     groups, planes = [], []
     tokens = common_block_tokens(kv_cache_config)
-    for index, (kind, places) in enumerate(zip(kinds, starts, strict=True)):
+    for index, kind in enumerate(kinds):
         name = group_name(kind, index, len(kinds))
-        group = _plane_group(name, kind, ranks, POOL if len(kinds) > 1 else "")
-        if is_row:  # a block has all layers' bytes in a row
-            mine = [Plane("block", 0, name, (size // pages,), "uint8")]
+        is_replicated = kind.replicated and ranks > 1 and len(stages) == 1
+        group = _plane_group(name, kind, POOL if len(kinds) > 1 else "", replicated=is_replicated)
+        if is_row:
+            wide = [Plane("block", 0, name, (mine.block_bytes,), "uint8")]
         else:
-            mine = [Plane("kv", layer, name, (width,), "uint8") for layer, (_, width) in enumerate(places)]
+            longest = max((each.starts[index] for each in stages), key=len)
+            wide = [Plane("kv", layer, name, (width,), "uint8") for layer, (_, width) in enumerate(longest)]
         try:
-            more = part_group(group, mine, block_tokens=tokens, part_tokens=kind.block_tokens)
+            more = part_group(group, wide, block_tokens=tokens, part_tokens=kind.block_tokens)
         except LayoutRejected as why:
             raise ConnectorRefused(f"cachesvc_vllm: {why}") from why
         groups += more[0]
@@ -196,8 +229,9 @@ def slab_layout(kv_cache_config: Any, ranks: int = 1) -> Layout:
             f"{MAX_GROUPS} are supported: leave the connector out for this model"
         )
     layout = Layout(tokens, ranks, tuple(groups), tuple(planes))
-    for parts, places in zip(group_parts(kv_cache_config), starts, strict=True):
-        _require_places(layout, parts.groups[0], [(0, size // pages)] if is_row else places, pages, size)
+    for parts, places in zip(group_parts(kv_cache_config), mine.starts, strict=True):
+        wanted = [(0, mine.block_bytes)] if is_row else list(places)
+        _require_places(layout, parts.groups[0], wanted, pages, size)
     return layout
 
 
@@ -247,34 +281,36 @@ def place_wider_first(kv_cache_config: Any) -> None:
         offset += _region_bytes(tensor)
 
 
-def _starts(kv_cache_config: Any, group: Any) -> list[tuple[int, int]]:
+def _starts(kv_cache_config: Any, group: Any) -> tuple[tuple[int, int], ...]:
     """First byte of block 0 of each of a group's layers, in order, and the bytes from block to block."""
     is_alone = len(kv_cache_config.kv_cache_groups) == 1
-    return sorted(
+    found = (
         (tensor.offset + at * tensor.layer_stride, tensor.block_stride)
         for tensor in kv_cache_config.kv_cache_tensors
         for at, layer in enumerate(tensor.layers)
         if is_alone or layer in group.layer_names
     )
+    return tuple(sorted(found))
 
 
-def _plane_group(name: str, kind: CacheGroup, ranks: int, pool: str) -> PlaneGroup:
+def _plane_group(name: str, kind: CacheGroup, pool: str, *, replicated: bool) -> PlaneGroup:
     return PlaneGroup(
         name,
         window_tokens=kind.window_tokens,
-        replicated=ranks > 1 and kind.replicated,
+        replicated=replicated,
         pool=pool,
         is_state=kind.retention is Retention.STATE,
     )
 
 
 def _require_places(layout: Layout, group: int, wanted: list[tuple[int, int]], pages: int, size: int) -> None:
-    """Raises ConnectorRefused where a slab has the planes of a group elsewhere than vLLM has its layers."""
+    """Raises ConnectorRefused where a slab has the first planes of a group elsewhere than vLLM has its layers."""
     placed = [(span.offset, span.page_stride) for span in device_geometry(layout, group, pages).spans]
-    if placed != wanted or size > slab_bytes(layout, layout.pools[0], pages):
+    if placed[: len(wanted)] != wanted or size > slab_bytes(layout, layout.pools[0], pages):
         raise ConnectorRefused(
             f"vLLM lays {len(wanted)} layers over {size} bytes in a way that a slab of {pages} pages cannot have "
-            f"(layers at {wanted[:3]}, planes at {placed[:3]}): choose a number of blocks that is a multiple of 256"
+            f"(layers at {wanted[:3]}, planes at {placed[:3]}): choose a number of blocks that is a multiple of 256, "
+            "and as many layers for each stage of a pipeline (VLLM_PP_LAYER_PARTITION)"
         )
 
 

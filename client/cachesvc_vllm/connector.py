@@ -110,11 +110,12 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_handshake_metadata(self) -> WorkerShare | None:
         """Share of this worker, for the scheduler: whether, and as what, the memory is the daemon's. Asked once, when
-        the worker has warmed up and before any request: later hooks come when the first request's table is written."""
+        the worker has warmed up and before any request: later hooks come when the first request's table is written.
+        Later stages of a pipeline say nothing: connectors beside ours may refuse what they say."""
         assert self._worker is not None
         self._worker.end_warm_up()
         worker = self._worker
-        if worker.share is None:
+        if worker.share is None or not worker.is_first_stage:
             return None
         return WorkerShare(worker.share, worker.comes_back, worker.instance, worker.replaced)
 
@@ -122,9 +123,9 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         """The workers' memory is the daemon's: block ids are its pages from here on. Nothing said, or by a sibling
-        under a MultiConnector alone: it is vLLM's own."""
+        under a MultiConnector alone: it is vLLM's own. vLLM 0.33 says it again whenever it wakes: no-op then."""
         told = metadata.get(0)
-        if not isinstance(told, WorkerShare):
+        if self._scheduler is not None or not isinstance(told, WorkerShare):
             return
         assert self._kv_cache_manager is not None
         node = Node(self._settings, told.instance, told.share, attaches=False, flags=FLAGS)
@@ -145,7 +146,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 drafts=drafts,
                 publisher=publisher,
                 lora_config=config.lora_config,
-                ranks=config.parallel_config.tensor_parallel_size,
+                ranks=config.parallel_config.tensor_parallel_size * config.parallel_config.pipeline_parallel_size,
                 replaced=told.replaced,
             )
         except BaseException:

@@ -221,15 +221,26 @@ class Runtime:
     environment: Mapping[str, object] = field(default_factory=dict)
 
 
+def layer_facts(kv_cache_config: KvCacheConfig, backends: Sequence[str]) -> dict[str, str]:
+    """Return facts of one rank's layers, in which stages of a pipeline differ. ``backends``: of attention."""
+    groups = kv_cache_config.kv_cache_groups
+    return {
+        "kv_specs": repr([group.kv_cache_spec for group in groups]),
+        "backends": ", ".join(backends),
+        "layers": digest_of([list(group.layer_names) for group in groups]),
+    }
+
+
 def model_facts(
     vllm_config: VllmConfig,
     kv_cache_config: KvCacheConfig,
     weights: str | None,
     runtime: Runtime,
     draft_blocks: str = "lookahead",
+    pipeline: Sequence[Mapping[str, str]] = (),
 ) -> dict[str, str]:
-    """Return what the name stands for. ``weights``: the operator's own word for them; ``draft_blocks``: the setting.
-    Raises ConnectorRefused."""
+    """Return what the name stands for. ``weights``: the operator's own word for them; ``draft_blocks``: the setting;
+    ``pipeline``: ``layer_facts`` of all ranks, where they are stages of one. Raises ConnectorRefused."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     lookahead = draft_lookahead(vllm_config)
     facts = {
@@ -241,6 +252,7 @@ def model_facts(
         "kv_specs": repr([group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]),
         "kv_layout": str(kv_cache_config.kv_cache_layout),
         "backends": ", ".join(runtime.backends),
+        **{name: " | ".join(each[name] for each in pipeline) for name in next(iter(pipeline), ())},
         "parallel": _sizes(vllm_config.parallel_config),
         "hash": _hash(cache.prefix_caching_hash_algo, runtime),
         "vllm": runtime.release,

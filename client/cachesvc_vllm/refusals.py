@@ -59,6 +59,7 @@ def require_supported(vllm_config: Any, kv_cache_config: Any, whole_config: Any 
         *_of_role(whole.kv_transfer_config),
         *_of_siblings(whole.kv_transfer_config),
         *_of_parallelism(vllm_config.parallel_config),
+        *_of_pipeline(vllm_config),
         *_of_caching(vllm_config),
     ):
         raise ConnectorRefused(f"cachesvc_vllm: {why}")
@@ -111,18 +112,34 @@ def _of_siblings(transfer: Any) -> list[str]:
 
 def _of_parallelism(parallel: Any) -> list[str]:
     sizes = {
-        "pipeline_parallel_size": parallel.pipeline_parallel_size,
         "prefill_context_parallel_size": parallel.prefill_context_parallel_size,
         "decode_context_parallel_size": parallel.decode_context_parallel_size,
     }
     found = [
-        f"{name} is {size}, and only 1 is supported: take tensor parallelism, or leave the connector out"
+        f"{name} is {size}, and only 1 is supported: take tensor or pipeline parallelism, or leave the connector out"
         for name, size in sizes.items()
         if size != 1
     ]
     if parallel.nnodes_within_dp != 1:
         found.append(
             f"an engine on {parallel.nnodes_within_dp} nodes is not supported: a daemon has one node's devices"
+        )
+    return found
+
+
+def _of_pipeline(vllm_config: Any) -> list[str]:
+    parallel, found = vllm_config.parallel_config, []
+    if parallel.pipeline_parallel_size == 1:
+        return []
+    if parallel.distributed_executor_backend != "mp":  # Ray may report the last stage alone: no load would end
+        found.append(
+            f"pipeline_parallel_size above 1 with --distributed-executor-backend "
+            f"{parallel.distributed_executor_backend} is not supported: take mp"
+        )
+    if vllm_config.speculative_config is not None:
+        found.append(
+            "speculative decoding with pipeline_parallel_size above 1 is not supported: leave out "
+            "--speculative-config, or take tensor parallelism"
         )
     return found
 

@@ -268,7 +268,7 @@ class SchedulerSide:
         """vLLM has the request's pages, ``external_tokens`` of which this connector brings, or their load has ended.
         Raises as ``Loading.begin``."""
         pages = self._book.find(request.request_id)
-        if pages is not None and self._loading.begin(pages, external_tokens, self._block_tokens, self._stats):
+        if pages is not None and self._loading.begin(pages, external_tokens, self._block_tokens):
             tokens = min(pages.loaded_blocks * self._block_tokens, request.num_tokens)
             self._count(request, host_tokens=tokens - pages.hit_blocks * self._block_tokens)
 
@@ -343,6 +343,7 @@ class SchedulerSide:
         dropped, self._dropped = self._dropped, Dropped.NOT
         computes = self._vouching.end_step(dropped)
         self._adapters.end_step()
+        self._loading.end_step(self._stats)
         self._ended.clear()
         with self.watch:
             self._book.untold.begin_output()

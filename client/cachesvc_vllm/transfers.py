@@ -127,6 +127,7 @@ class Loading:
         self._new_early: dict[str, EarlyLoad] = {}
         self._early: dict[str, RequestPages] = {}
         self._void: dict[str, RequestPages] = {}
+        self._early_by_step: deque[set[str]] = deque()
 
     def __len__(self) -> int:
         return len(self._since_s)
@@ -147,7 +148,7 @@ class Loading:
         blocks = request.host_blocks + sum(len(each.pages) for each in self._new_early.values())
         return not self._since_s and blocks * self._block_bytes <= SHORT_LOAD_BYTES
 
-    def begin(self, request: RequestPages, external_tokens: int, block_tokens: int, stats: CacheStats) -> bool:
+    def begin(self, request: RequestPages, external_tokens: int, block_tokens: int) -> bool:
         """vLLM has the pages of a request, ``external_tokens`` of which come with a load or a copy, or it is scheduled
         behind its load, or again, as a session with more input. True where a load begins. Raises ConnectorRefused where
         another connector loads into the pages that the daemon fills."""
@@ -166,7 +167,6 @@ class Loading:
         if is_early:
             self._new_early[name] = EarlyLoad(request.tickets, tuple(_loaded(request)))
             self._early[name] = request
-            stats.data["loads"] += 1
         else:
             self._new[name] = request.tickets
             self._since_s[name] = time.perf_counter()
@@ -179,6 +179,7 @@ class Loading:
             each.copy = None
         self._void = {name: pages for name, pages in self._void.items() if pages.held}
         step = StepTransfers(self._new, next_lease, is_empty, copies, self._new_early)
+        self._early_by_step.append(set(self._new_early))
         self._copying, self._new, self._new_early = [], {}, {}
         return step
 
@@ -192,13 +193,20 @@ class Loading:
         stats.data["failed_loads"] += len(ours & set(failed))
         return ours & set(failed)
 
+    def end_step(self, stats: CacheStats) -> None:
+        """The output of the first step under way has come, and with it the early loads that have not failed."""
+        stats.data["loads"] += len(self._early_by_step.popleft())
+
     def end_early(self, invalid_pages: Collection[int], requests: Mapping[str, Any], stats: CacheStats) -> set[str]:
         """The output of a step has come, which lacked ``invalid_pages``. Return those of vLLM's ``requests`` that use
         pages of an early load that failed: vLLM counts less of all of them as computed, and they begin anew."""
         if not invalid_pages:
             return set()
         failed = [each for each in self._early.values() if each.held and not _loaded(each).isdisjoint(invalid_pages)]
-        stats.data["failed_loads"] += len(failed)
+        for step in self._early_by_step:
+            step.difference_update(each.request_id for each in failed)
+        for name in ("loads", "failed_loads"):
+            stats.data[name] += len(failed)
         spoilt = set[int]().union(*map(_loaded, failed))
         for each in failed:
             del self._early[each.request_id]

@@ -70,6 +70,7 @@ class KvCacheGroup(Protocol):
     """Layers that share block tables."""
 
     kv_cache_spec: object
+    layer_names: Sequence[str]
 
 
 class KvCacheConfig(Protocol):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import vllm
@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from vllm.config import CUDAGraphMode, get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
@@ -33,9 +33,17 @@ from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from cachesvc.model.answers import TicketView
 from cachesvc.model.layout import Layout, device_geometry
 from cachesvc_vllm.adapters import LoadedAdapters
-from cachesvc_vllm.cache_groups import group_parts, layers_in_order, most_drafts, place_wider_first, slab_layout
+from cachesvc_vllm.cache_groups import (
+    Placement,
+    group_parts,
+    layers_in_order,
+    most_drafts,
+    place_wider_first,
+    placement_of,
+    slab_layout,
+)
 from cachesvc_vllm.identity import config_details
-from cachesvc_vllm.media import Runtime, Sharing, model_facts, model_name, replaced_weights
+from cachesvc_vllm.media import Runtime, Sharing, layer_facts, model_facts, model_name, replaced_weights
 from cachesvc_vllm.plain import Start, WarmUp, agreed_model, has_late_kernels
 from cachesvc_vllm.refusals import require_supported, require_version
 from cachesvc_vllm.settings import FLAGS, Settings
@@ -53,11 +61,21 @@ scheduled that much later."""
 log = init_logger("vllm." + __name__)
 
 
+class RankReport(NamedTuple):
+    """Report of a rank to all others before it has its slab. ``uuid``: of its GPU, empty without one. ``placement``,
+    ``facts``: of its layers."""
+
+    uuid: str
+    instance: str
+    placement: Placement
+    facts: Mapping[str, str]
+
+
 class WorkerSide:
     """Made in each worker process, before its KV memory is. ``share``: what is the daemon's, once it is;
     ``comes_back``: after a loss it can go on with the next daemon; ``instance``: of this start of the engine, all of
-    whose ranks have the same; ``replaced``: see ``WorkerShare``. ``adapters``: those that are loaded; None: the engine
-    takes none."""
+    whose ranks have the same; ``replaced``: see ``WorkerShare``. ``is_first_stage``: of a pipeline. ``adapters``: those
+    that are loaded; None: the engine takes none."""
 
     adapters: LoadedAdapters | None = None
 
@@ -86,9 +104,10 @@ class WorkerSide:
         self._waits = LayerWaits(lambda: self._pool, torch.cuda.current_stream)
         self._drafts = has_late_kernels(vllm_config)
         self._told: WorkerLease | None = None
+        self.is_first_stage = bool(get_pp_group().is_first_rank)
         self._tells_blocks = len(kv_cache_config.kv_cache_groups) == 1
         if vllm_config.lora_config is not None:
-            self.adapters = LoadedAdapters(get_tp_group().rank_in_group)
+            self.adapters = LoadedAdapters(_rank())
 
     @property
     def _pool(self) -> AttachedPool:
@@ -98,17 +117,20 @@ class WorkerSide:
     def memory_context(self) -> SlabMode | None:
         """Context in which vLLM allocates its KV memory; None: as without a connector, where no daemon is required or
         there. Every rank calls it, and has the same of these, or an error."""
-        told = self._tell_all((_uuid(), new_instance(str(self._vllm_config.kv_transfer_config.engine_id))))
-        self.instance = told[0][1]
+        config, instance = self._kv_cache_config, new_instance(str(self._vllm_config.kv_transfer_config.engine_id))
+        runtime = _runtime(self._vllm_config)
+        place_wider_first(config)
+        told = _tell_all(RankReport(_uuid(), instance, placement_of(config), layer_facts(config, runtime.backends)))
+        self.instance = told[0].instance
         try:
-            node = self._start(tuple(uuid for uuid, _ in told if uuid))
+            node = self._start(runtime, told)
         except BaseException as error:
-            self._tell_all(Start(failure=f"{type(error).__name__}: {error}"))
+            _tell_all(Start(failure=f"{type(error).__name__}: {error}"))
             raise
         model = ""
         try:
             mine = Start("" if node is None else node.share.model, replaced=self.replaced)
-            starts = self._tell_all(mine)
+            starts = _tell_all(mine)
             model = agreed_model(starts)
             self.replaced = next((each.replaced for each in starts if each.replaced), "")
         finally:
@@ -250,23 +272,24 @@ class WorkerSide:
         if self._node is not None:
             self._node.close()
 
-    def _start(self, devices: tuple[str, ...]) -> Node | None:
+    def _start(self, runtime: Runtime, ranks: Sequence[RankReport]) -> Node | None:
         """Have this rank's slab; None where no daemon is there, and none is required."""
-        config, ranks, laps = self._kv_cache_config, get_tp_group(), Laps()
-        settings, runtime = self._settings, _runtime(self._vllm_config)
-        facts = model_facts(self._vllm_config, config, settings.model, runtime, settings.draft_blocks)
+        config, settings, laps = self._kv_cache_config, self._settings, Laps()
+        stages = [each.placement for each in ranks[:: get_tp_group().world_size]]
+        pipeline = [each.facts for each in ranks] if len(stages) > 1 else []
+        facts = model_facts(self._vllm_config, config, settings.model, runtime, settings.draft_blocks, pipeline)
         name, self.replaced = model_name(facts), replaced_weights(self._vllm_config, settings.model)
         shown = display_name(self._vllm_config.model_config.model)
-        place_wider_first(config)
-        layout = slab_layout(config, ranks.world_size)
+        layout = slab_layout(config, len(ranks), stages)
         longest = -(-self._vllm_config.model_config.max_model_len // layout.block_tokens) + most_drafts(config)
+        devices = tuple(each.uuid for each in ranks if each.uuid)
         share = Share(name, layout, config.num_blocks, devices, shown, longest, group_parts(config))
         laps.lap("facts")
-        if ranks.is_first_rank:
+        if _rank() == 0:
             media = Sharing(settings.share_media).name.lower()
             log.info("shares_as model=%s name=%s media_by=%s facts=%s", name, shown, media, facts)
             log.info("shares_by model=%s options=%s", name, config_details(self._vllm_config, runtime.environment))
-        node = Node(self._settings, self.instance, share, attaches=True, flags=FLAGS, rank=ranks.rank_in_group)
+        node = Node(self._settings, self.instance, share, attaches=True, flags=FLAGS, rank=_rank())
         try:
             node.start()
         except DaemonUnavailable as gone:
@@ -286,22 +309,30 @@ class WorkerSide:
 
     def _check(self, when: str) -> None:
         """The first rank has the daemon look at the pages of all."""
-        if self._node is not None and get_tp_group().is_first_rank:
+        if self._node is not None and _rank() == 0:
             self._node.page_check().check(when)
-
-    def _tell_all(self, mine: T) -> list[T]:
-        """Reports of all ranks, in their order."""
-        ranks = get_tp_group()
-        told: list[Any] = [mine] * ranks.world_size
-        if ranks.world_size > 1:
-            torch.distributed.all_gather_object(told, mine, group=ranks.cpu_group)
-        return told
 
 
 def calls_layers(forward_context: Any) -> bool:
     """Return True where each layer of the step at hand asks for its blocks: not where one graph has all of them."""
     mode = getattr(forward_context, "cudagraph_runtime_mode", None)
     return getattr(forward_context, "attn_metadata", None) is not None and mode is not CUDAGraphMode.FULL
+
+
+def _rank() -> int:
+    """Rank of this worker in its engine: of a pipeline, all ranks of a stage come one after another."""
+    return int(get_pp_group().rank_in_group * get_tp_group().world_size + get_tp_group().rank_in_group)
+
+
+def _tell_all(mine: T) -> list[T]:
+    """Reports of all ranks, in their order."""
+    told = [mine]
+    for ranks in (get_tp_group(), get_pp_group()):
+        parts: list[Any] = [told] * ranks.world_size
+        if ranks.world_size > 1:
+            torch.distributed.all_gather_object(parts, told, group=ranks.cpu_group)
+        told = [each for part in parts for each in part]
+    return told
 
 
 def _uuid() -> str:

@@ -62,7 +62,7 @@ def answer(llm: Any, asked: dict[str, Any]) -> Any:
         number, folder = asked["load"]
         return llm.llm_engine.add_lora(LoRARequest(f"adapter-{number}", number, folder, load_inplace=True))
     if asked.get("plant"):
-        return plant_wrong_pages()
+        return sum(llm.collective_rpc(plant_wrong_pages, args=(asked["stage"],)))
     if asked.get("metrics"):
         from prometheus_client import REGISTRY
 
@@ -102,10 +102,14 @@ def answer(llm: Any, asked: dict[str, Any]) -> Any:
     ]
 
 
-def plant_wrong_pages() -> int:
-    """Move the bytes of all pages to the page before; how many."""
+def plant_wrong_pages(_: Any, stage: int) -> int:
+    """Move the bytes of all pages of a pipeline's stage to the page before; how many."""
     from cachesvc_client.plugins.request_pages import PageCopy
     from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from vllm.distributed.parallel_state import get_pp_group
+
+    if get_pp_group().rank_in_group != stage:
+        return 0
 
     worker = get_kv_transfer_group()._worker  # noqa: SLF001 - what nothing but a test does
     moves = [PageCopy(page + 1, page) for page in range(1, worker.share.pages - 1)]

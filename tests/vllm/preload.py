@@ -55,3 +55,18 @@ loader: Any = import_module("vllm.model_executor.model_loader.dummy_loader")
 load = loader.DummyModelLoader.load_weights
 loader.initialize_single_dummy_weight = fill_lively
 loader.DummyModelLoader.load_weights = load_lively
+
+
+def receive_eagerly(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Do ``sync_and_gather_intermediate_tensors``: the tensors that a later stage of a pipeline receives into are made
+    in the first warm-up, and vLLM for processors has none where nothing is compiled."""
+    if self.intermediate_tensors is None:
+        self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+            batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+        )
+    return receive(self, *args, **kwargs)
+
+
+runner: Any = import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
+receive = runner.sync_and_gather_intermediate_tensors
+runner.sync_and_gather_intermediate_tensors = receive_eagerly

@@ -89,6 +89,7 @@ def engine_environment() -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_CI_ENV": "1",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # workers are sent a function of the tests'
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else vLLM wants a NUMA node for each rank
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
     }
@@ -161,10 +162,10 @@ class Engine:
         self._write({"wake": True})
         self._read()
 
-    def plant_wrong_pages(self) -> None:
-        """Have each page of the engine's memory hold what another page held, behind the daemon's back. For engines in
-        one process, at the end of a test: whatever is cached is wrong from here on."""
-        self._write({"plant": True})
+    def plant_wrong_pages(self, stage: int = 0) -> None:
+        """Have each page of the memory of a pipeline's stage hold what another page held, behind the daemon's back. For
+        the end of a test: whatever is cached is wrong from here on."""
+        self._write({"plant": True, "stage": stage})
         assert self._read() > 0
 
     def metrics(self) -> dict[str, float]:
@@ -233,10 +234,11 @@ class Fleet:
         *,
         is_split: bool = False,
         extra: Mapping[str, Any] | None = None,
+        variables: Mapping[str, str] | None = None,
         **wish: Any,
     ) -> Engine:
         """An engine that starts. ``socket``: of its daemon, None: plain vLLM. ``is_split``: its core has a
-        process of its own."""
+        process of its own. ``variables``: more of its environment."""
         wished = {
             "model": str(self.folder),
             "load_format": self.load_format,
@@ -244,7 +246,7 @@ class Fleet:
             "extra": None if socket is None else {"socket": socket, **(extra or {})},
             **wish,
         }
-        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(is_split))}
+        variables = {**(variables or {}), "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(is_split))}
         if self.weight_scale is not None:
             variables["CACHESVC_TEST_WEIGHT_SCALE"] = str(self.weight_scale)
         return Engine(forker().start("tests.vllm.engine_process", json.dumps(wished), variables=variables))

@@ -95,6 +95,7 @@ def make_scheduler(name: str, settings: Settings, shape: Shape, longest_tokens: 
                 },
             },
         ).create_engine_config()
+    config.parallel_config.pipeline_parallel_size = shape.stages
     config.cache_config.num_gpu_blocks = shape.pages
     config.cache_config.block_size = shape.block_tokens
     config.cache_config.mamba_cache_mode = "align"
@@ -105,5 +106,5 @@ def make_scheduler(name: str, settings: Settings, shape: Shape, longest_tokens: 
     kind = AsyncScheduler if shape.is_async else Scheduler
     made = kind(config, memory, StructuredOutputManager(config), shape.block_tokens, shape.hash_tokens)
     assert config.kv_transfer_config.is_kv_consumer  # a producer is served as both, before the scheduler looks
-    made.defer_block_free = shape.is_async  # as on a GPU: here vLLM has one step at a time
+    made.defer_block_free = shape.steps_under_way > 1  # as on a GPU: here vLLM has one step at a time
     return made

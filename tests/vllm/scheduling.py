@@ -62,8 +62,8 @@ class Model:
 
 
 class Engine:
-    """``answers``: by request, as far as they have come. ``told``: by request, its last words for
-    a router. ``hits``: tokens that were there when it was first scheduled.
+    """``share``: what its worker says at the start. ``answers``: by request, as far as they have come. ``told``: by
+    request, its last words for a router. ``hits``: tokens that were there when it was first scheduled.
     ``loads``, and the ``failed_loads`` of these, have ended; ``early``: those that a step waited for.
     ``copies``: pages that were copied within the device. ``asks_layers``: how likely layers ask for early loads.
     ``interrupt``: called once when a request is about to be computed that has something behind it; from then on tokens
@@ -83,10 +83,12 @@ class Engine:
         )
         share = Share("m", shape.layout, shape.pages, longest_blocks=LONGEST // shape.block_tokens, parts=shape.parts)
         instance = new_instance(name)
-        self.worker = Worker(Node(settings, instance, share, flags=FLAGS, attaches=True), shape.page_bytes)
+        node = Node(settings, instance, share, flags=FLAGS, attaches=True)
+        self.worker = Worker(node, shape.page_bytes, shape.stages)
         self.scheduler = make_scheduler(name, settings, shape, LONGEST)
         self.connector = self.scheduler.connector
-        self.connector.set_xfer_handshake_metadata({0: WorkerShare(share, self.worker.comes_back, instance)})
+        self.share = WorkerShare(share, self.worker.comes_back, instance)
+        self.connector.set_xfer_handshake_metadata({0: self.share})
         loading = self.connector._scheduler._loading  # noqa: SLF001 - as of blocks that are larger
         loading._block_bytes *= SHORT_LOAD_BYTES // (SHORT_LOAD_BLOCKS * max(1, loading._block_bytes))  # noqa: SLF001
         self.stats, self._tell_stats = CacheStats(), self.connector.get_kv_connector_stats
@@ -160,6 +162,7 @@ class Engine:
         """Statistics of the connector, which vLLM asks for in each iteration; ``stats`` has the sum."""
         told: CacheStats | None = self._tell_stats()
         if told is not None:
+            assert told.data["failed_loads"] <= told.data["loads"], "vLLM counts those that came, and no less than none"
             self.stats.aggregate(told)
         return told
 
@@ -208,7 +211,8 @@ class Engine:
             steps.append(self._schedule())
             if self._rng.random() < 0.5:
                 self._run(len(steps))
-            if self.shape.is_async and len(steps) < 2 and steps[0].said.total_num_scheduled_tokens:
+            is_last = not (steps[-1].said.total_num_scheduled_tokens or self.scheduler.has_requests())
+            if len(steps) < self.shape.steps_under_way and not is_last:
                 return
         self._run(1)
         step = steps.popleft()

@@ -203,9 +203,11 @@ def stopped_for_good(socket: str, seed: int, shape: Shape) -> list[Engine]:
 
 def sibling(socket: str, seed: int) -> list[Engine]:
     """Another connector of a MultiConnector could not load a block of a request that runs: vLLM computes it again. What
-    it says at the start is not taken for a worker's word, and its loads are not counted as ours."""
+    it says at the start is not taken for a worker's word, and its loads are not counted as ours. vLLM repeats what our
+    worker said when it wakes, and that changes nothing."""
     engine, rng = Engine("e0", socket, seed, Shape()), random.Random(seed)
-    engine.connector.set_xfer_handshake_metadata({0: KVConnectorHandshakeMetadata()})
+    for told in (KVConnectorHandshakeMetadata(), engine.share):
+        engine.connector.set_xfer_handshake_metadata({0: told})
     name = engine.add([rng.randrange(VOCABULARY) for _ in range(40)], 20)
     while not engine.answers[name]:
         engine.step()
@@ -235,7 +237,7 @@ def adapters(socket: str, seed: int, shape: Shape) -> list[Engine]:
     while len(one.answers[running]) < 10:
         one.step()
     before = len(prompts[1]) + len(one.answers[running])
-    one.load_adapter(first, 12, is_noticed=not shape.is_async)
+    one.load_adapter(first, 12, is_noticed=shape.steps_under_way == 1)
     run_out(one)
     whole = prompts[1] + one.answers[running]
     for content, prompt, least, most in (
@@ -420,6 +422,21 @@ def tell(what: str) -> None:
 RUNS: dict[str, Callable[[str, int], list[Engine]]] = {
     "plain": lambda socket, seed: two(socket, seed, Shape()),
     "async": lambda socket, seed: two(socket, seed, Shape(is_async=True)),
+    "stages": lambda socket, seed: two(socket, seed, Shape(stages=3)),
+    "stages-async": lambda socket, seed: two(socket, seed, Shape(stages=3, is_async=True)),
+    "stages-all-kinds": lambda socket, seed: two(
+        socket, seed, Shape(stages=2, is_async=True, at_a_time=24, **ALL_KINDS)
+    ),
+    "stages-windows": lambda socket, seed: two(socket, seed, Shape(stages=3, **WINDOWS)),
+    "tight-stages": lambda socket, seed: tight(socket, seed, replace(TIGHT, stages=2)),
+    "together-stages": lambda socket, seed: together(socket, seed, Shape(pages=200, stages=2)),
+    "aborted-stages": lambda socket, seed: aborted(socket, seed, Shape(stages=2)),
+    "adapters-stages": lambda socket, seed: adapters(socket, seed, Shape(stages=2)),
+    "resets-stages": lambda socket, seed: two(socket, seed, Shape(stages=3, is_async=True), resets=0.05),
+    "stopped-stages": lambda socket, seed: stopped_for_good(socket, seed, Shape(stages=2)),
+    "deaths-stages": lambda socket, seed: deaths(socket, seed, Shape(stock=2, stages=2)),
+    "deaths-stages-async": lambda socket, seed: deaths(socket, seed, Shape(stock=2, stages=2, is_async=True)),
+    "repeated-stages": lambda socket, seed: repeated(socket, seed, Shape(stages=2, is_async=True, **SAVED)),
     "drafts": lambda socket, seed: two(socket, seed, Shape(drafts=3)),
     "lookahead": lambda socket, seed: two(socket, seed, Shape(drafts=3, draft_blocks="lookahead")),
     "late": lambda socket, seed: two(socket, seed, Shape(**LATE)),

@@ -40,7 +40,7 @@ class Shape:
     their time. ``recomputes``: what was not loaded; else its request ends with an error. ``events``: the folder of
     sockets on which vLLM publishes KV events, one for each engine; empty: it publishes none. ``groups``: of the cache,
     over one pool; the last one keeps whole sequences. ``has_priorities``: requests have some, and vLLM schedules by
-    them. ``patience_ms``: with what another node is said to compute."""
+    them. ``stages``: of a pipeline. ``patience_ms``: with what another node is said to compute."""
 
     pages: int = 96
     at_a_time: int = 8
@@ -52,12 +52,18 @@ class Shape:
     weights_version: str = ""
     drafts_late: bool = False
     is_async: bool = False
+    stages: int = 1
     page_bytes: int = 2 * BLOCK_TOKENS * DIGEST_BYTES
     recomputes: bool = True
     events: str = ""
     has_priorities: bool = False
     patience_ms: int = 10_000
     groups: tuple[Group, ...] = (FULL,)
+
+    @property
+    def steps_under_way(self) -> int:
+        """Most steps that vLLM schedules before it takes the output of the first of them."""
+        return self.stages + self.is_async
 
     @property
     def block_tokens(self) -> int:

@@ -105,7 +105,10 @@ TEXTS = {
         "max_tp_shards:",
     ),
     "config/parallel.py": ("def nnodes_within_dp(",),
-    "distributed/parallel_state.py": ("def get_tp_group(", "self.cpu_group", "self.rank_in_group", "self.world_size"),
+    "distributed/parallel_state.py": (
+        *("def get_tp_group(", "def get_pp_group("),
+        *("self.cpu_group", "self.rank_in_group", "self.world_size", "def is_first_rank("),
+    ),
     "lora/request.py": ("lora_int_id:", "lora_path:", "lora_name:"),
     "lora/worker_manager.py": (
         "def _load_adapter(self, lora_request: LoRARequest) -> LoRAModel:",

@@ -191,12 +191,14 @@ def test_random_requests_find_and_say_what_they_do_alone(model: HybridModel, cou
             assert ask_each(later, one_by_one[-2:])[0] != said_before, "wrong pages would show"
 
 
-@pytest.mark.parametrize("count", [long(6)])
-def test_ranks_load_all_groups_together(count: int, tmp_path: Path) -> None:
-    """Ranks have different weights, and the second engine finds what the first one left, in place or on the host."""
+@pytest.mark.parametrize(("of", "count"), [long("tensor", 6), long("pipeline", 10)])
+def test_ranks_load_all_groups_together(of: str, count: int, tmp_path: Path) -> None:
+    """Ranks have different weights, and the second engine finds what the first one left, in place or on the host. A
+    stage has layers of three groups, and the other one those of the other three."""
     GEMMA_3.fleet(tmp_path)
     write_checkpoint(tmp_path, GEMMA_3.config, seed=1)
-    fleet, prompts, options = Fleet(tmp_path, "auto"), prompts_of(GEMMA_3, count, new=8), {"tensor_parallel_size": 2}
+    fleet, prompts, options = Fleet(tmp_path, "auto"), prompts_of(GEMMA_3, count, new=8), {f"{of}_parallel_size": 2}
+    least_blocks = GEMMA_3.least_blocks + (64 if of == "pipeline" else 0)  # windows of a step more that is under way
 
     def two_ranks(socket: str | None, blocks: int) -> Engine:
         extra = {"host_blocks": 800, "verify_steps": 10}
@@ -206,7 +208,7 @@ def test_ranks_load_all_groups_together(count: int, tmp_path: Path) -> None:
         (expected, _), (_, hits) = (ask_each(alone, prompts) for _ in range(2))
     with running_node(["--shm-devices", "2", "--checksums", "all", "--write-policy", "write_through"]) as node:
         for cached in ([0] * count, hits):
-            with engines(two_ranks(node.socket, GEMMA_3.least_blocks)) as (mine,):
+            with engines(two_ranks(node.socket, least_blocks)) as (mine,):
                 assert ask_each(mine, prompts) == (expected, cached)
                 assert ask_each(mine, prompts) == (expected, hits)
         assert node.counters()["hit_blocks_host"] > 0

@@ -60,7 +60,13 @@ def stop(process: PipedProcess, node: Node, shape: Shape) -> None:
     process.send_signal(signal.SIGCONT)
 
 
-@pytest.mark.parametrize("name", ["plain", "async", "drafts", long("lookahead"), long("late"), long("drop"), "resets"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("plain", "async", "drafts", long("lookahead"), long("late"), long("drop"), "resets"),
+        *(long("stages"), "stages-async", long("resets-stages")),
+    ],
+)
 def test_each_page_holds_what_was_computed_and_nothing_is_kept(name: str) -> None:
     with running_node() as node:
         told = run(name, node, 1)
@@ -74,6 +80,7 @@ def test_each_page_holds_what_was_computed_and_nothing_is_kept(name: str) -> Non
     [
         *("windows-late", "sizes-async", long("scratch")),
         *("states-async", long("states-within"), long("states-priorities"), "all-kinds"),
+        *("stages-all-kinds", long("stages-windows")),
         *(long("states-drafts"), "states-late", long("states-drop"), long("saved-late"), long("all-kinds-late")),
     ],
 )
@@ -99,13 +106,18 @@ def test_engines_that_keep_no_whole_sequence_find_the_last_window_or_state(name:
         assert min(run(name, node, 1)[each] for each in ("whole", "loads")) > 100
 
 
-@pytest.mark.parametrize("name", ["repeated", "repeated-async", "repeated-drafts", "repeated-lookahead"])
+@pytest.mark.parametrize(
+    "name", ["repeated", "repeated-async", "repeated-drafts", "repeated-lookahead", long("repeated-stages")]
+)
 def test_a_prompt_that_comes_again_has_as_many_tokens_as_in_vllm_alone(name: str) -> None:
     with running_node() as node:
         assert run(name, node, 1)["whole"] == 4 * 27
 
 
-@pytest.mark.parametrize("name", ["together", "together-async", "together-windows", "together-late", "together-drop"])
+@pytest.mark.parametrize(
+    "name",
+    ["together", "together-async", "together-windows", "together-late", "together-drop", long("together-stages")],
+)
 def test_what_requests_that_come_together_begin_with_is_computed_once(name: str) -> None:
     with running_node() as node:
         assert run(name, node, 1)["whole"] == 4 * 6 + 2
@@ -122,13 +134,15 @@ def test_a_prompt_that_parts_from_another_leaves_a_state_there(name: str) -> Non
         assert run(name, node, 1)["whole"] == 9
 
 
-@pytest.mark.parametrize("name", ["aborted", "aborted-states", "aborted-windows"])
+@pytest.mark.parametrize("name", ["aborted", "aborted-states", "aborted-windows", "aborted-stages"])
 def test_what_a_step_writes_is_kept_until_its_output_whoever_frees_it(name: str) -> None:
     with running_node() as node:
         assert run(name, node, 1)["whole"] == 5
 
 
-@pytest.mark.parametrize(("name", "least"), [("plain", 10), long("async", 10), ("failing", 10), ("all-kinds", 1)])
+@pytest.mark.parametrize(
+    ("name", "least"), [("plain", 10), long("async", 10), ("failing", 10), ("all-kinds", 1), ("stages-async", 10)]
+)
 def test_requests_whose_loads_fail_are_computed_or_end_as_vllm_is_told(name: str, least: int) -> None:
     """Requests of all kinds of groups load seldom: their longest hits are in place."""
     with running_node(["--fault-copies", "0.2"]) as node:
@@ -138,7 +152,7 @@ def test_requests_whose_loads_fail_are_computed_or_end_as_vllm_is_told(name: str
 @pytest.mark.parametrize(
     "name",
     [
-        *("tight", long("tight-async"), long("tight-lookahead"), long("tight-late")),
+        *("tight", long("tight-async"), long("tight-stages"), long("tight-lookahead"), long("tight-late")),
         *("tight-all-kinds", long("tight-states-late")),
     ],
 )
@@ -156,7 +170,7 @@ def test_an_engine_whose_daemon_dies_while_requests_are_loaded_goes_on_with_the_
     "name",
     [
         *("deaths", long("deaths-async"), "deaths-all-kinds", long("deaths-states-drafts")),
-        *("deaths-windows-alone", long("deaths-states-alone")),
+        *("deaths-windows-alone", long("deaths-states-alone"), "deaths-stages"),
     ],
 )
 def test_requests_end_well_however_often_the_daemon_dies(name: str) -> None:
@@ -188,7 +202,7 @@ def test_requests_that_use_what_a_dropped_step_was_to_load_begin_anew_with_it() 
         assert run("unsound", node, 1, "whole_hits")["preempted"] > 8
 
 
-@pytest.mark.parametrize("name", ["adapters", "adapters-async"])
+@pytest.mark.parametrize("name", ["adapters", "adapters-async", "adapters-stages"])
 def test_adapters_are_what_is_loaded_also_where_that_changes_under_a_request(name: str) -> None:
     with running_node() as node:
         assert run(name, node, 1)["whole"] == 9
@@ -220,7 +234,9 @@ def test_engines_share_within_an_announced_version_of_weights_and_never_across()
         assert run("weights", node, 1)["failed_loads"] == 0
 
 
-@pytest.mark.parametrize(("name", "whole"), [("stopped", 24), long("stopped-async", 0), ("stopped-all-kinds", 0)])
+@pytest.mark.parametrize(
+    ("name", "whole"), [("stopped", 24), long("stopped-async", 0), ("stopped-all-kinds", 0), long("stopped-stages", 0)]
+)
 def test_no_token_comes_of_pages_that_became_others_while_an_engine_was_stopped(name: str, whole: int) -> None:
     with running_node(["--lease-seconds", "2"]) as node:
         assert run(name, node, 1)["whole"] == whole

@@ -14,12 +14,15 @@ from tests.vllm.scenarios import DECODING, stop_until_lost
 DEVICE_BLOCKS = 72
 
 
-@pytest.mark.parametrize(("is_split", "ranks"), [(False, 1), long(True, 1), (True, 2)])
+@pytest.mark.parametrize(
+    ("is_split", "ranks", "of"),
+    [(False, 1, "tensor"), long(True, 1, "tensor"), (True, 2, "tensor"), long(True, 2, "pipeline")],
+)
 def test_an_engine_that_was_stopped_says_nothing_of_what_others_wrote(
-    tmp_path: Path, is_split: bool, ranks: int
+    tmp_path: Path, is_split: bool, ranks: int, of: str
 ) -> None:
     fleet = make_saved_fleet(tmp_path)  # weights by which what is read matters
-    options = {"tensor_parallel_size": ranks}
+    options = {f"{of}_parallel_size": ranks}
     with engines(fleet.engine(None, caching=False, is_split=is_split, options=options)) as (plain,):
         expected = [answer.said for answer in plain.ask(*DECODING)]
     with running_node(["--lease-seconds", "2", "--shm-devices", str(ranks)]) as node:

@@ -13,10 +13,11 @@ from cachesvc_vllm.worker_side import PageCopier, WorkerSide
 
 
 class LoadedAdapters:
-    """In the place of the product's. ``files``: what lies at each adapter's path now; ``memory``: what was loaded, by
-    number."""
+    """In the place of the product's, of all ``stages`` of a pipeline. ``files``: what lies at each adapter's path now;
+    ``memory``: what was loaded, by number."""
 
-    def __init__(self) -> None:
+    def __init__(self, stages: int) -> None:
+        self._stages = stages
         self.files: dict[str, int] = {}
         self.memory: dict[int, int] = {}
         self._asked: Any = ()
@@ -40,17 +41,16 @@ class LoadedAdapters:
         if news == self._reported and not asked:
             return None
         self._reported = news
-        return AdapterReport(
-            self._epoch, {0: {number: each.to_bytes(32, "little") for number, each in news[1].items()}}
-        )
+        digests = {number: each.to_bytes(32, "little") for number, each in news[1].items()}
+        return AdapterReport(self._epoch, dict.fromkeys(range(self._stages), digests))
 
 
 class Worker(WorkerSide):
     """Worker side of the product, with a node that was made for it."""
 
-    def __init__(self, node: Node, page_bytes: int) -> None:
+    def __init__(self, node: Node, page_bytes: int, stages: int = 1) -> None:
         self._node: Node = node
-        self.adapters: Any = LoadedAdapters()
+        self.adapters: Any = LoadedAdapters(stages)
         self._loads: dict[str, Any] = {}
         self._may_wait = self._drafts = False
         self._told = None

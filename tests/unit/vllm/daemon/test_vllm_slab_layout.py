@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from cachesvc_client.plugins.keeper import ConnectorRefused
-from cachesvc_vllm.cache_groups import place_wider_first, slab_layout
+from cachesvc_vllm.cache_groups import place_wider_first, placement_of, slab_layout
 
 from cachesvc.model.layout import device_bytes, device_geometry
 from tests.unit.rigs.vllm_rig import (
@@ -103,6 +103,50 @@ def test_each_rank_has_a_slab_and_the_host_one_copy_of_what_all_ranks_compute() 
         layout = slab_layout(config, ranks)
         assert (layout.ranks, layout.host_ranks(0)) == (ranks, host_ranks)
     assert slab_layout(latents, 1) == slab_layout(shards)
+
+
+def test_stages_of_a_pipeline_have_slabs_alike_in_which_each_has_its_layers_first() -> None:
+    configs = [layers_outermost(layers=each) for each in (2, 3, 1)]
+    placed = [placement_of(each) for each in configs]
+    layout = slab_layout(configs[0], 3, placed)
+    assert [slab_layout(each, 3, placed) for each in configs] == [layout] * 3
+    assert [span.offset for span in device_geometry(layout, 0, 8).spans] == [0, 4096, 8192]
+    assert device_bytes(layout, (8,)) == configs[1].kv_cache_tensors[0].size
+
+
+def test_a_stage_may_have_no_layer_of_a_group_that_others_have() -> None:
+    whole = overlaid(SlidingWindowSpec(), FullAttentionSpec(), layers=3)
+    stages = [replace(whole, kv_cache_tensors=list(whole.kv_cache_tensors)) for _ in range(2)]
+    stages[0].kv_cache_groups = [whole.kv_cache_groups[0], replace_names(whole.kv_cache_groups[1], [])]
+    stages[0].kv_cache_tensors = whole.kv_cache_tensors[:1]
+    placed = [placement_of(each) for each in stages]
+    layouts = [slab_layout(each, 2, placed) for each in stages]
+    assert layouts[0] == layouts[1]
+    assert [len(layouts[0].planes_of(group)) for group in range(2)] == [3, 2]
+
+
+def replace_names(group: SimpleNamespace, names: list[str]) -> SimpleNamespace:
+    """A group with other layers."""
+    return SimpleNamespace(kv_cache_spec=group.kv_cache_spec, layer_names=names)
+
+
+def test_the_host_has_latents_of_each_rank_of_a_pipeline() -> None:
+    latents = layers_outermost()
+    latents.kv_cache_groups = [SimpleNamespace(kv_cache_spec=FullAttentionSpec(max_tp_shards=1))]
+    assert slab_layout(latents, 4, [placement_of(latents)] * 2).host_ranks(0) == 4
+
+
+def test_stages_whose_slabs_would_differ_are_refused() -> None:
+    rows = [blocks_outermost(layers=each) for each in (2, 3)]
+    placed = [placement_of(each) for each in rows]
+    with pytest.raises(ConnectorRefused, match="have 1024, 1536 bytes a block, which lie in a row: give all stages"):
+        slab_layout(rows[0], 2, placed)
+    equal = [placement_of(rows[1])] * 2
+    assert slab_layout(rows[1], 2, equal).planes == slab_layout(rows[1]).planes
+    wide, narrow = target_and_drafter(), layers_outermost(8, 512, 2)
+    place_wider_first(wide)
+    with pytest.raises(ConnectorRefused, match="as many layers for each stage of a pipeline"):
+        slab_layout(narrow, 2, [placement_of(each) for each in (wide, narrow)])
 
 
 def test_what_a_slab_cannot_have_is_refused() -> None:

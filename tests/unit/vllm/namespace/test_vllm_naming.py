@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ import pytest
 from cachesvc_client.plugins.facts import canonical, display_name
 from cachesvc_client.plugins.keeper import ConnectorRefused
 from cachesvc_vllm.identity import config_details
-from cachesvc_vllm.media import Runtime, model_facts, model_name
+from cachesvc_vllm.media import Runtime, layer_facts, model_facts, model_name
 
 from tests.unit.rigs.vllm_rig import (
     FullAttentionSpec,
@@ -113,6 +113,18 @@ def test_what_decides_no_byte_does_not_keep_engines_apart(other: Callable[[], st
 )
 def test_one_difference_keeps_engines_apart(other: Callable[[], str]) -> None:
     assert other() != name()
+
+
+def test_stages_of_a_pipeline_have_one_name_and_another_split_has_another() -> None:
+    def names(*split: Sequence[str]) -> set[str]:
+        groups = [[SimpleNamespace(kv_cache_spec=FullAttentionSpec(), layer_names=list(each))] for each in split]
+        stages = [replace(layers_outermost(), kv_cache_groups=each) for each in groups]
+        facts = [layer_facts(each, RUNTIME.backends) for each in stages]
+        return {model_name(model_facts(vllm_config(), each, None, RUNTIME, pipeline=facts)) for each in stages}
+
+    found = [names("ab", "c"), names("a", "bc"), {name()}]
+    assert [len(each) for each in found] == [1] * 3
+    assert len(set.union(*found)) == 3
 
 
 @pytest.mark.parametrize(("kind", "is_apart"), [("longrope", True), ("of_the_next_release", True), ("yarn", False)])

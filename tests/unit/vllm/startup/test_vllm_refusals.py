@@ -73,8 +73,7 @@ def test_a_plain_engine_is_served() -> None:
 @pytest.mark.parametrize(
     ("part", "name", "value", "words"),
     [
-        ("parallel_config", "pipeline_parallel_size", 2, "pipeline_parallel_size is 2, and only 1 is supported"),
-        ("parallel_config", "decode_context_parallel_size", 2, "decode_context_parallel_size is 2"),
+        ("parallel_config", "decode_context_parallel_size", 2, "decode_context_parallel_size is 2, and only 1"),
         ("parallel_config", "prefill_context_parallel_size", 2, "prefill_context_parallel_size is 2"),
         ("parallel_config", "nnodes_within_dp", 2, "on 2 nodes is not supported"),
         ("cache_config", "enable_prefix_caching", False, "prefix caching is off"),
@@ -105,6 +104,20 @@ def test_ngram_speculation_tensor_parallelism_and_adapters_are_served() -> None:
     config.parallel_config.tensor_parallel_size = 4
     config.lora_config = SimpleNamespace()
     require_supported(config, layers_outermost())
+
+
+def test_pipelines_are_served_by_vllm_s_own_processes_and_without_drafts() -> None:
+    config = vllm_config()
+    parallel = config.parallel_config
+    parallel.pipeline_parallel_size, parallel.distributed_executor_backend = 2, "mp"
+    require_supported(config, layers_outermost())
+    parallel.distributed_executor_backend = "ray"
+    with pytest.raises(ConnectorRefused, match="--distributed-executor-backend ray is not supported: take mp"):
+        require_supported(config, layers_outermost())
+    parallel.distributed_executor_backend = "mp"
+    config.speculative_config = SimpleNamespace(method="ngram")
+    with pytest.raises(ConnectorRefused, match="with pipeline_parallel_size above 1 is not supported: leave out"):
+        require_supported(config, layers_outermost())
 
 
 def test_groups_of_windows_and_states_are_served_beside_whole_sequences() -> None:
