@@ -116,7 +116,6 @@ class Share:
 
     @property
     def device_pages(self) -> tuple[int, ...]:
-        """Pages on the device, by group."""
         return self.group_pages or self.each(self.pages)
 
 
