@@ -72,6 +72,8 @@ POLICY_OF_TREE = "dfs-weight"
 FULL_POOL, LATENT_POOL, WINDOW_POOL = "MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool"
 """SGLang's KV pools that are served: K and V of full attention, latents, and K and V of windows beside full ones."""
 
+PARTS = "full_kv_pool", "swa_kv_pool"
+
 WINDOW_PART = "WindowPoolPart"
 """Each of the two that the last one has, as the plugin makes them (``memory``)."""
 
@@ -189,8 +191,8 @@ def require_window_pool(pool: Any) -> None:
             "no layer of this model keeps whole sequences, and the daemon finds prompts by one that does; leave out "
             "--radix-cache-backend cachesvc for this model"
         )
-    for each in (pool.full_kv_pool, pool.swa_kv_pool):
-        require_pool(each)
+    for name in PARTS:
+        require_pool(getattr(pool, name))
 
 
 def require_cache(context: Any) -> None:
@@ -214,9 +216,10 @@ def require_cache(context: Any) -> None:
     pool = context.params.token_to_kv_pool_allocator.get_kvcache()
     _require_sized(pool)
     if not hasattr(pool, "cachesvc"):
+        parts = [type(each).__name__ for name in PARTS if (each := getattr(pool, name, None)) is not None]
         raise EngineRefused(
-            f"this model's KV pool is a {type(pool).__name__}, and {FULL_POOL}, {LATENT_POOL} and {WINDOW_POOL} are "
-            "supported: leave out --radix-cache-backend cachesvc for this one"
+            f"this model's KV pool is a {' of '.join([type(pool).__name__, *parts[:1]])}, and {FULL_POOL}, {LATENT_POOL} "
+            f"and a {WINDOW_POOL} of {FULL_POOL} are supported: leave out --radix-cache-backend cachesvc for this one"
         )
 
 

@@ -119,6 +119,21 @@ class Scheduling:
         new = len(request.origin_input_ids) - found.device_prefix_len - found.host_hit_length
         return self.cache.reserve(new, fits=True)
 
+    def next_chunk(self, request: Request, blocks: int) -> bool:
+        """Ask for the pages of a request's next chunk of ``blocks`` blocks."""
+        self.cache.begin_iteration()
+        self.cache.look_at_chunk(request)
+        return self.cache.reserve(blocks * PAGE_TOKENS, fits=True)
+
+    def step(self, requests: list[Request]) -> None:
+        """Compute a step with requests that go on."""
+        result = object()
+        self.cache.begin_step(requests)
+        self.cache.end_launch(result)
+        self.cache.begin_output()
+        assert not self.cache.take_void(result)
+        self.cache.end_output()
+
     def load(self, request: Request) -> None:
         """Wait until what the host has of a request has come."""
         params = SimpleNamespace(best_match_node=request.last_node)
@@ -283,6 +298,38 @@ def aborted_while_idle(at: Scheduling) -> dict[str, Any]:
     finally:
         other.cache.release_host_resources()
     return {"is_beside": is_beside, "has_room": has_room}
+
+
+def chunks_that_wait_for_each_other(at: Scheduling) -> dict[str, Any]:
+    """Two engines have each computed a half of a prompt, and the pool has too little for the rest of either: whether
+    one begins anew, and the other one gets its pages then."""
+    other = Scheduling(at.node.socket_path, chunks_that_wait_for_each_other.__name__)
+    half, rest = PAGES * 2 // 5, PAGES // 4
+    try:
+        begun = [(at, Request("one", 1, half + rest - 1)), (other, Request("two", 2, half + rest - 1))]
+        for each, request in begun:
+            each.cache._chunk_blocks = half  # noqa: SLF001 - as where layers have windows
+            each.match(request)
+            assert each.cache.reserve(half * PAGE_TOKENS, fits=True)
+            assert each.cache.take([request], [half * PAGE_TOKENS])
+            request.prefix_len = half * PAGE_TOKENS
+            each.step([request])
+        assert not any(each.next_chunk(request, rest) for each, request in begun)
+        until_s = time.monotonic() + BOUND_S
+        gave_up = [each.cache.take_void_step() for each, _ in begun]
+        while not any(gave_up) and time.monotonic() < until_s:
+            for index, (each, request) in enumerate(begun):
+                each.next_chunk(request, rest)
+                gave_up[index] = not any(gave_up) and each.cache.take_void_step()
+        loser, winner = begun if gave_up[0] else begun[::-1]
+        loser[0].cache.on_release(loser[1], checkpointed=False)
+        loser[0].cache.begin_iteration()
+        while not (has_room := winner[0].next_chunk(winner[1], rest)) and time.monotonic() < until_s:
+            pass
+        winner[0].cache.on_release(winner[1], checkpointed=False)
+    finally:
+        other.cache.release_host_resources()
+    return {"gave_up": sum(gave_up), "has_room": has_room}
 
 
 def switched_off(at: Scheduling) -> dict[str, Any]:
@@ -453,6 +500,7 @@ RUNS: dict[str, Callable[[Scheduling], dict[str, Any]]] = {
     for each in (
         aborted_before_its_match,
         aborted_while_idle,
+        chunks_that_wait_for_each_other,
         admitted_beside_one_without_room,
         larger_than_half,
         loaded_and_given_back,

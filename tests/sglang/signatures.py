@@ -126,7 +126,7 @@ KNOWN_METHODS: Mapping[str, frozenset[str]] = {
 
 
 def differences() -> Iterator[str]:
-    """What is not as the plugin takes it to be, one a line."""
+    """Differences from what the plugin takes SGLang to be, one a line."""
     for target, parameters in CALLED.items():
         found = _resolve(target)
         if found is None:
@@ -186,7 +186,7 @@ SEAMS = (
 
 
 def _unlike(name: str, mine: Callable[..., Any], theirs: Callable[..., Any]) -> Iterator[str]:
-    """Whether a call that fits ``theirs`` does not fit ``mine``."""
+    """Parameters by which a call that fits ``theirs`` does not fit ``mine``."""
     own = inspect.signature(mine).parameters
     takes_more = any(each.kind is each.VAR_POSITIONAL for each in own.values())
     takes_named = any(each.kind is each.VAR_KEYWORD for each in own.values())

@@ -69,6 +69,10 @@ def test_pages_of_an_aborted_request_come_back_while_its_engine_rests(found: Fou
     assert found["aborted_while_idle"] == {"is_beside": False, "has_room": True}
 
 
+def test_of_two_requests_in_chunks_that_wait_for_each_other_s_pages_one_begins_anew(found: Found) -> None:
+    assert found["chunks_that_wait_for_each_other"] == {"gave_up": 1, "has_room": True}
+
+
 def test_with_its_radix_cache_off_an_engine_finds_nothing_and_seals_nothing(found: Found) -> None:
     assert found["switched_off"] == {"others_find": 0, "it_finds": 0}
 

@@ -15,7 +15,7 @@ from tests.vllm.scenarios import answer_alike, replaceable, send_and_begin
 DEVICE_BLOCKS = 160
 TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 LARGE_BLOCKS = 320
-"""As many as the random requests have different blocks."""
+"""Room for all blocks of the random requests."""
 LONG = [random_prompt(500 + each, 12.5, new=8) for each in range(5)]
 """Prompts of several windows and chunks, which drive each other from a small pool."""
 
@@ -153,7 +153,7 @@ def test_two_ranks_have_the_same_windows(windows: WindowsFleet) -> None:
 def test_two_prompts_in_chunks_of_which_the_pools_hold_one_are_both_answered(
     windows: WindowsFleet, alone: Engine
 ) -> None:
-    """Each engine has some of what the other one waits for, and one of them begins anew."""
+    """On each of two engines, which have one pool."""
     larger = [random_prompt(600 + each, 30.5) for each in range(4)]
     expected = [alone.ask(each)[0].said for each in larger]
     with running_node() as node:

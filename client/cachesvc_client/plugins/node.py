@@ -116,7 +116,7 @@ class Share:
 
     @property
     def device_pages(self) -> tuple[int, ...]:
-        """Pages on the device, by group."""
+        """Pages on the device, by group, those of markers too."""
         return self.layout.fill_pages(self.group_pages or self.each(self.pages))
 
 

@@ -95,6 +95,8 @@ class DSATokenToKVPool(MLATokenToKVPool):
 def test_a_pool_whose_memory_the_daemon_does_not_have_is_refused_with_its_kind() -> None:
     with pytest.raises(EngineRefused, match="this model's KV pool is a DSATokenToKVPool"):
         require_cache(context(DSATokenToKVPool()))
+    with pytest.raises(EngineRefused, match=r"KV pool is a SimpleNamespace of MLATokenToKVPool, .* SWAKVPool of MHA"):
+        require_cache(context(SimpleNamespace(full_kv_pool=MLATokenToKVPool(), swa_kv_pool=MLATokenToKVPool())))
 
 
 def test_latents_are_served_and_those_with_an_indexer_refused() -> None:
