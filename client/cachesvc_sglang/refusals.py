@@ -217,8 +217,9 @@ def require_cache(context: Any) -> None:
     _require_sized(pool)
     if not hasattr(pool, "cachesvc"):
         parts = [type(each).__name__ for name in PARTS if (each := getattr(pool, name, None)) is not None]
+        found = " of ".join([type(pool).__name__, *parts[:1]])
         raise EngineRefused(
-            f"this model's KV pool is a {' of '.join([type(pool).__name__, *parts[:1]])}, and {FULL_POOL}, {LATENT_POOL} "
+            f"this model's KV pool is a {found}, and {FULL_POOL}, {LATENT_POOL} "
             f"and a {WINDOW_POOL} of {FULL_POOL} are supported: leave out --radix-cache-backend cachesvc for this one"
         )
 
