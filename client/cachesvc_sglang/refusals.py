@@ -218,8 +218,9 @@ def require_cache(context: Any) -> None:
     if not hasattr(pool, "cachesvc"):
         parts = [type(each).__name__ for name in PARTS if (each := getattr(pool, name, None)) is not None]
         raise EngineRefused(
-            f"this model's KV pool is a {' of '.join([type(pool).__name__, *parts[:1]])}, and {FULL_POOL}, {LATENT_POOL} "
-            f"and a {WINDOW_POOL} of {FULL_POOL} are supported: leave out --radix-cache-backend cachesvc for this one"
+            f"this model's KV pool is a {' of '.join([type(pool).__name__, *parts[:1]])}, and {FULL_POOL}, "
+            f"{LATENT_POOL} and a {WINDOW_POOL} of {FULL_POOL} are supported: leave out --radix-cache-backend cachesvc "
+            "for this one"
         )
 
 
