@@ -105,7 +105,8 @@ class SchedulerSide:
         self._vouching, self._dropped = Vouching(lambda: node.lease), Dropped.NOT
         has_early_loads = len(self._book.groups.parts) == 1
         self._loading = Loading(self._book.find, registration.layout.page_bytes(0) if has_early_loads else 0)
-        self._siblings = SiblingLoads(are_shared=settings.share_loaded and not self._book.groups.states)
+        are_whole = not registration.layout.window_groups  # vLLM has no pages of what lies before a window or state
+        self._siblings = SiblingLoads(are_shared=settings.share_loaded and are_whole)
         self._pool: DaemonBlockPool | None = None
         self._manager: Any = None
         self._states = StateCells(None, {}, step_tokens)
@@ -570,7 +571,12 @@ class Sealer:
         if not filling:
             return
         for request_id, (request, full_blocks) in list(filling.items()):
-            if request.is_finished() or self.seal(request) >= full_blocks or self._book.find(request_id) is None:
+            pages = self._book.find(request_id)
+            if (
+                pages is None
+                or request.is_finished()
+                or (self.seal(request) >= full_blocks and not pages.awaits_others)
+            ):
                 del filling[request_id]
 
     def begin_step(self, filling: Mapping[str, tuple[Any, int]], scheduled: Collection[str]) -> None:

@@ -235,7 +235,8 @@ class Loading:
 class SiblingLoads:
     """Loads of other connectors under a MultiConnector. vLLM computes a request behind such a load once it has come, or
     in the step that loads it, so what it brought is whole when the output of that step has come. ``are_shared``: it is
-    shared from then on; else never. Used from vLLM's scheduler thread."""
+    shared from then on; else never, nor is that of an adapter, which a sibling may not know. Used from vLLM's scheduler
+    thread."""
 
     def __init__(self, *, are_shared: bool) -> None:
         self._are_shared = are_shared
@@ -244,7 +245,7 @@ class SiblingLoads:
 
     def begin(self, request: RequestPages) -> None:
         """Others load a part of a request."""
-        if self._are_shared:
+        if self._are_shared and not request.salt:
             request.awaits_others = True
             self._awaited[request.request_id] = request
         else:

@@ -183,6 +183,19 @@ def test_blocks_that_another_connector_could_not_load_do_not_end_the_engine() ->
         assert run("sibling", node, 1)["whole"] == 1
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("full-now", "full-late", "windows-late", long("windows-now")),
+        *(long("windows-alone-now"), long("windows-alone-late"), long("states-now"), long("states-late")),
+    ],
+)
+def test_what_another_connector_has_loaded_is_right_for_all_engines(name: str) -> None:
+    """Of windows and states it is shared with none: vLLM has no pages of what lies before them."""
+    with running_node() as node:
+        assert run(name, node, 1, "sibling_runs")["whole"] == 5
+
+
 def test_one_token_is_computed_of_a_prompt_that_is_a_hit_and_no_other_request_gets_its_copy() -> None:
     with running_node(LARGE_PAGES) as node:
         assert run("whole", node, 1, "whole_hits")["copies"] >= 4

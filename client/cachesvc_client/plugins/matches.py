@@ -279,14 +279,18 @@ def coming_again(requests: Iterable[RequestPages], now_s: float) -> dict[str, Wi
     coming = sorted((each for each in requests if each.is_coming), key=lambda each: each.begun_s)
     if not coming or coming[0].is_recent(now_s):
         return {}
-    again, blocks = dict[str, Wish](), 0
-    for each in coming:
-        assert each.wish is not None
-        blocks += each.wish.most_blocks
-        if again and blocks > MOST_AGAIN:
+    return of_one_message((each.request_id, each.wish) for each in coming if each.wish is not None)
+
+
+def of_one_message(wishes: Iterable[tuple[str, Wish]]) -> dict[str, Wish]:
+    """Return the first ones, by request, of ``MOST_AGAIN`` blocks together, or one."""
+    chosen, blocks = dict[str, Wish](), 0
+    for request_id, wish in wishes:
+        blocks += wish.most_blocks
+        if chosen and blocks > MOST_AGAIN:
             break
-        again[each.request_id] = each.wish
-    return again
+        chosen[request_id] = wish
+    return chosen
 
 
 def refused(what: str, request_id: str, error: CacheClientError) -> None:
@@ -344,7 +348,8 @@ class Prefills:
 
     def forget(self, request_id: str) -> None:
         """Forget a request that was matched again, is admitted, or has ended. Idempotent."""
-        self._waiting.pop(request_id, None)
+        if (request := self._waiting.pop(request_id, None)) is not None:
+            request.waits_for = None
 
     def clear(self) -> None:
         """Forget all requests: their pages are those of a lease that is lost, and none waits for another."""
@@ -362,8 +367,8 @@ class Prefills:
         return request.waits_for is not None
 
     def take_due(self, ahead: Iterable[RequestPages]) -> dict[str, Wish]:
-        """Requests to match again: what they wait for is reported, or will not come. So are those ``ahead`` that were
-        matched before another's prompt was reported with which they begin."""
+        """Requests to match again, those of ``MOST_AGAIN`` blocks together: what they wait for is reported, or will not
+        come. So are those ``ahead`` that were matched before another's prompt was reported with which they begin."""
         over = [each for each in self._computed.values() if _is_reported(each) or not self._comes(each)]
         if any(_is_reported(each) for each in over):
             for request in ahead:
@@ -372,13 +377,13 @@ class Prefills:
         for each in over:
             del self._computed[each.request_id]
             self._by_hash.clear()
-        due = [each for each in self._waiting.values() if self._is_due(each)]
-        return {each.request_id: each.wish.whole for each in due if each.wish is not None}
+        due = (each for each in self._waiting.values() if self._is_due(each))
+        return of_one_message((each.request_id, each.wish.whole) for each in due if each.wish is not None)
 
     def _pair(self, request: RequestPages) -> None:
         """Have a request wait, if another one computes enough of it behind its hit and has more to report of that."""
         wish, at = request.wish, request.loaded_blocks + self.least_blocks - 1
-        if wish is None or at >= len(wish.hashes):
+        if not self._computed or wish is None or at >= len(wish.hashes):
             return
         if at not in self._by_hash:
             known = self._by_hash[at] = {}

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -72,7 +73,7 @@ class PageBook:
         self._asking = Asking(self._grants, self._matches, self._drop_idle)
         self._writes: deque[list[Written]] = deque()
         self._written_on: list[RequestPages] = []
-        self._private, self.salt = PrivatePages(len(self.groups.pools)), b""
+        self._private, self.salt = PrivatePages(len(self.groups.pools), has_markers=self.groups.has_markers), b""
         self._way = GivingWay(clock)
         self.held_blocks = 0
         self.drops_last = self.is_adrift = self.is_moving = False
@@ -217,6 +218,7 @@ class PageBook:
         request.held += cells
         if self.groups.has_markers:
             request.follow()
+            self._way.admit()
 
     def finish(self, request: RequestPages, output_tokens: int) -> None:
         """A request has ended, and the engine frees what it has of it; one that never was admitted has only what was
@@ -426,7 +428,7 @@ class PageBook:
         self.untold.clear()
         self._forget_writes()
         self._written_on.clear()
-        self._private = PrivatePages(len(self.groups.pools))
+        self._private = PrivatePages(len(self.groups.pools), has_markers=self.groups.has_markers)
         self.is_adrift = self.is_moving = False
 
     def keys(self, hashes: Sequence[bytes], salt: bytes) -> bytes:
@@ -504,7 +506,7 @@ class PageBook:
         self._private.take_stock(self._lease.record.stock, self.groups.pools)
         for table in (each for request in self._requests.values() for each in request.others):
             self._private.add(table.take_dropped(), table.pool)
-        log.warning("daemon_gone private_pages=%s", self._private.count())
+        log.warning("daemon_gone private_pages=%s", self._private.count(self.groups.main_pool))
 
 
 class Asking:
@@ -549,13 +551,15 @@ class Asking:
 
 
 class PrivatePages:
-    """``pools``: number of those that pages are of."""
+    """``pools``: number of those that pages are of. ``has_markers``: the first one's are markers, which no kernel
+    reads: without the daemon a block has none."""
 
-    def __init__(self, pools: int = 1) -> None:
+    def __init__(self, pools: int = 1, *, has_markers: bool = False) -> None:
         self._pages: list[list[int]] = [[] for _ in range(pools)]
+        self._has_markers = has_markers
 
     def count(self, pool: int = 0) -> int:
-        return len(self._pages[pool])
+        return sys.maxsize if self._has_markers and not pool else len(self._pages[pool])
 
     def take_stock(self, stock: Stock | None, leads: Sequence[int]) -> None:
         """Take all that is in stock. ``leads``: a group of each pool, the first one of those in the layout."""
@@ -595,6 +599,8 @@ class PrivatePages:
         return True
 
     def _take(self, pages: int, pool: int = 0) -> list[int]:
+        if self._has_markers and not pool:
+            return [NO_PAGE] * pages
         mine = self._pages[pool]
         taken = mine[:pages]
         del mine[:pages]
