@@ -139,6 +139,7 @@ class Engine:
         for request in self._waiting:
             self._manager.side.finish(request)
         self._manager.side.begin_step(())  # an iteration of nothing tells of what has ended
+        self._manager.side.take_transfers(is_empty=True)
         self._manager.side.end_step()
 
     def _admit(self, scheduled: list[tuple[Request, int, int]]) -> None:
