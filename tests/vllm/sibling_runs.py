@@ -35,7 +35,7 @@ class LoadingEngine(Engine):
         self.connector.update_state_after_alloc = self._begin
 
     def _offer(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
-        """As a MultiConnector does: the first one that has tokens loads them."""
+        """Offer as a MultiConnector does: the first one that has tokens loads them."""
         name, (tokens, is_late) = request.request_id, self._ask(request, computed_tokens)
         more = self.offered.get(name, 0) - computed_tokens
         if tokens is None or tokens > 0 or more <= 0:
@@ -73,8 +73,8 @@ class LoadingEngine(Engine):
 
 
 def loaded(socket: str, seed: int, shape: Shape, *, loads_late: bool, shared_tokens: int) -> list[Engine]:
-    """What a sibling has loaded of a prompt, and what was computed behind it, is right for whoever finds it; the second
-    engine finds ``shared_tokens`` of it."""
+    """Have a sibling load a prompt, and a second engine read what is shared of it: ``shared_tokens`` of what was
+    loaded."""
     rng = random.Random(seed)
     one = LoadingEngine("e0", socket, seed, shape, loads_late=loads_late)
     two = Engine("e1", socket, seed + 1, shape)

@@ -191,7 +191,7 @@ def test_blocks_that_another_connector_could_not_load_do_not_end_the_engine() ->
     ],
 )
 def test_what_another_connector_has_loaded_is_right_for_all_engines(name: str) -> None:
-    """Of windows and states it is shared with none: vLLM has no pages of what lies before them."""
+    """Models with windows or states share none of it: vLLM has no pages of what lies before these."""
     with running_node() as node:
         assert run(name, node, 1, "sibling_runs")["whole"] == 5
 
