@@ -22,11 +22,12 @@ OFFERED, PROMPT = 56, 57
 
 class LoadingEngine(Engine):
     """``offered``: by request, the number of its tokens that the sibling loads. ``loads_late``: while the request
-    waits; else in the step that computes behind them."""
+    waits; else in the step that computes behind them. ``holds``: loads do not come yet."""
 
     def __init__(self, name: str, socket: str, seed: int, shape: Shape, *, loads_late: bool) -> None:
         super().__init__(name, socket, seed, shape)
         self.offered: dict[str, int] = {}
+        self.holds = False
         self._loads_late = loads_late
         self._chosen: set[str] = set()
         self._loads: dict[str, tuple[Any, int, int]] = {}
@@ -52,8 +53,13 @@ class LoadingEngine(Engine):
             end = self.offered[name]
             self._loads[name] = blocks.get_block_ids(), end - external_tokens, end
 
+    def is_loading(self, name: str) -> bool:
+        """True where the load of a request has not come yet."""
+        return name in self._loads
+
     def _execute(self, step: Any) -> Any:
-        loads, self._loads = self._loads, {}
+        loads = {} if self.holds else self._loads
+        self._loads = self._loads if self.holds else {}
         if loads:
             self.worker.slots[list(step.said.new_block_ids_to_zero or ())] = 0  # what is zeroed is so before a load
             step.said.new_block_ids_to_zero = None
@@ -90,6 +96,26 @@ def loaded(socket: str, seed: int, shape: Shape, *, loads_late: bool, shared_tok
     return [one, two]
 
 
+def aborted(socket: str, seed: int) -> list[Engine]:
+    """Abort a request whose load has not come: the second engine finds none of it."""
+    rng = random.Random(seed)
+    one = LoadingEngine("e0", socket, seed, Shape(), loads_late=True)
+    two = Engine("e1", socket, seed + 1, Shape())
+    prompt = [rng.randrange(VOCABULARY) for _ in range(PROMPT)]
+    one.offered["e0-0"], one.holds = OFFERED, True
+    name = one.add(prompt, 12)
+    while not one.is_loading(name):
+        one.step()
+        one.settle()
+    one.abort(name)
+    one.step()
+    one.settle()
+    assert cached(two, [*prompt, 1, 2, 3], 4) == 0
+    one.holds = False
+    run_out(one)
+    return [one, two]
+
+
 RUNS = {
     f"{name}-{when}": (Shape(**shape, is_async=when == "late"), when == "late", shared)
     for name, shape, shared in (
@@ -105,8 +131,11 @@ RUNS = {
 def main() -> None:
     """Run, and tell."""
     name, socket, seed = sys.argv[1:]
-    shape, is_late, shared = RUNS[name]
-    engines = loaded(socket, int(seed), shape, loads_late=is_late, shared_tokens=shared)
+    if name == "aborted":
+        engines = aborted(socket, int(seed))
+    else:
+        shape, is_late, shared = RUNS[name]
+        engines = loaded(socket, int(seed), shape, loads_late=is_late, shared_tokens=shared)
     whole = sum(engine.check_answers() for engine in engines)
     for engine in engines:
         assert engine.leftovers() == {}, engine.leftovers()

@@ -196,6 +196,11 @@ def test_what_another_connector_has_loaded_is_right_for_all_engines(name: str) -
         assert run(name, node, 1, "sibling_runs")["whole"] == 5
 
 
+def test_a_load_of_another_connector_that_has_not_come_is_shared_with_none() -> None:
+    with running_node() as node:
+        assert run("aborted", node, 1, "sibling_runs")["whole"] == 1
+
+
 def test_one_token_is_computed_of_a_prompt_that_is_a_hit_and_no_other_request_gets_its_copy() -> None:
     with running_node(LARGE_PAGES) as node:
         assert run("whole", node, 1, "whole_hits")["copies"] >= 4
